@@ -1,0 +1,142 @@
+"""Drafting with an MTP head: the loop around it that any head shares.
+
+The head's cache is filled from the trunk's true hidden states for committed tokens. What the head
+writes while it guesses lies past the committed length and is overwritten by the next refill
+(design: committed history only).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mtplx.models.slots import Span
+from mtplx.models.trunk import TrunkOutput
+from mtplx.randomness import Purpose, uniforms
+from mtplx.shaping import History, Shaper, wide
+from mtplx.verification import Draft, draw
+
+
+class Head(Protocol):
+    """What a family of MTP heads provides.
+
+    A head at position i joins a hidden state of token i with token i + 1 and predicts token
+    i + 2.
+
+    Attributes:
+        taps: trunk layers whose residual streams `features` needs.
+        draft_ids: target token id of each draft id, [W] int64; None for the whole vocabulary.
+    """
+
+    taps: tuple[int, ...]
+    draft_ids: Tensor | None
+
+    def features(self, output: TrunkOutput) -> Tensor:
+        """From a trunk pass, the hidden states that the first draft is fed, [B, T, H]."""
+        ...
+
+    def new_cache(self, capacity: int) -> HeadCache:
+        """An empty cache of `capacity` positions for each slot."""
+        ...
+
+    def step(self, tokens: Tensor, hidden: Tensor, span: Span, cache: HeadCache) -> Tensor:
+        """One pass: tokens [B, T] joined with hidden [B, T, H] at the span; returns [B, T, H]."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Draft logits of what `step` returned, [B, H] -> [B, W]."""
+        ...
+
+
+class HeadCache(Protocol):
+    """A cache whose slots can be dropped."""
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Drop all slots but these."""
+        ...
+
+
+class HeadSlots:
+    """A head's side of B sequences: its cache, and where the next draft starts from."""
+
+    def __init__(self, head: Head, batch: int, capacity: int) -> None:
+        self.head = head
+        self.batch = batch
+        self.cache = head.new_cache(capacity)
+        self._hidden: Tensor | None = None
+
+    def refill(
+        self, output: TrunkOutput, following: Tensor, span: Span, last: Sequence[int]
+    ) -> None:
+        """Take in a trunk pass whose tokens are now known to be committed.
+
+        Args:
+            output: of the trunk's pass at `span`.
+            following: the token after each of the pass's tokens, [B, T]; past a row's last
+                committed pair it may hold anything.
+            span: of that pass.
+            last: for each row the index in the pass of its last committed pair, or -1 if none of
+                the pass is committed.
+        """
+        result = self.head.step(following, self.head.features(output), span, self.cache)
+        index = torch.tensor(last, device=result.device)
+        newest = result[torch.arange(len(last), device=result.device), index.clamp_min(0)]
+        if self._hidden is None:
+            self._hidden = newest
+        else:
+            self._hidden = torch.where((index >= 0)[:, None], newest, self._hidden)
+
+    def draft(
+        self,
+        depth: int,
+        lengths: Sequence[int],
+        seeds: Sequence[int],
+        shaper: Shaper,
+        history: History | None,
+    ) -> Draft:
+        """Draft `depth` tokens for every row, each from the distribution its sampler makes.
+
+        Args:
+            depth: 1 or more.
+            lengths: committed pairs of each row; the first drafted token takes the position
+                after the next one.
+            seeds: of the requests.
+            shaper: their samplers.
+            history: what their penalties count, with the token that waits for the trunk.
+        """
+        assert self._hidden is not None, "refill before drafting"
+        hidden, ids = self._hidden, self.head.draft_ids
+        noise = uniforms(
+            np.array(seeds, dtype=np.uint64)[:, None],
+            np.array(lengths, dtype=np.uint64)[:, None] + np.arange(1, depth + 1, dtype=np.uint64),
+            Purpose.DRAFT,
+        )
+        u = torch.from_numpy(noise).to(hidden.device, wide(hidden.device))
+        tokens: list[Tensor] = []
+        columns: list[Tensor] = []
+        rows: list[Tensor] = []
+        for i in range(depth):
+            if i:
+                span = Span.after([n + i - 1 for n in lengths], 1, hidden.device)
+                result = self.head.step(tokens[-1][:, None], hidden[:, None], span, self.cache)
+                hidden = result[:, 0]
+            seen = history
+            if history is not None and i:
+                seen = history.after_tokens(torch.stack(tokens, 1))
+            q = shaper(self.head.logits(hidden), seen, ids)
+            column = draw(q, u[:, i])
+            rows.append(q)
+            columns.append(column)
+            tokens.append(column if ids is None else ids[column])
+        return Draft(torch.stack(tokens, 1), torch.stack(columns, 1), torch.stack(rows, 1), ids)
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Drop all slots but these."""
+        self.batch = len(rows)
+        self.cache.keep_rows(rows)
+        if self._hidden is not None:
+            self._hidden = self._hidden[rows]

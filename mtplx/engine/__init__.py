@@ -1,0 +1,1 @@
+"""Requests, slots and the step that serves them."""

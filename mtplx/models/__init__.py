@@ -1,0 +1,1 @@
+"""Models: finding and loading checkpoints, slot caches, and heads that draft."""

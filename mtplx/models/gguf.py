@@ -1,0 +1,588 @@
+"""GGUF files as transformers models and tokenizers.
+
+The container is read here: `gguf.GGUFReader` wraps each of a vocabulary's 100,000 strings in an
+array of its own and needs seconds for it, while a walk over the header takes a tenth of one. The
+block formats are the `gguf` package's. Format: "GGUF" in the ggml repository, docs/gguf.md.
+
+Weights leave the file in float32 and are rounded once, to the dtype asked for; the result is a
+plain transformers model that can be trained and saved. Architectures and tokenizers that have no
+entry in the tables below go through transformers' own GGUF loader.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import gcd, prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType, GGUFValueType
+
+from mtplx.errors import MtplxError
+
+# transformers takes seconds to import, so the functions that need it import it: a damaged file is
+# reported before that.
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+
+# --- the container ---------------------------------------------------------------------------
+
+_VERSIONS = (2, 3)
+_DEFAULT_ALIGNMENT = 32
+_ROWS_AT_ONCE = 64
+
+_SCALARS = {
+    GGUFValueType.UINT8: "B",
+    GGUFValueType.INT8: "b",
+    GGUFValueType.UINT16: "H",
+    GGUFValueType.INT16: "h",
+    GGUFValueType.UINT32: "I",
+    GGUFValueType.INT32: "i",
+    GGUFValueType.FLOAT32: "f",
+    GGUFValueType.BOOL: "?",
+    GGUFValueType.UINT64: "Q",
+    GGUFValueType.INT64: "q",
+    GGUFValueType.FLOAT64: "d",
+}
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """One tensor as it lies in the file.
+
+    `shape` is in torch's order (rows first), `data` the raw bytes `[..., bytes per row]`, mapped
+    and not yet read.
+    """
+
+    shape: tuple[int, ...]
+    kind: GGMLQuantizationType
+    data: np.ndarray[Any, np.dtype[np.uint8]]
+
+    def dequantize(self) -> torch.Tensor:
+        """The values in float32, `[*shape]`, in memory of their own.
+
+        Raises `MtplxError` for a block format the `gguf` package cannot decode.
+        """
+        # The package decodes 16 rows at a call. Blocks lie one after another whatever a row is
+        # called, so longer rows mean fewer calls: a third of the time.
+        rows = prod(self.shape[:-1])
+        data = self.data.reshape(rows // gcd(rows, _ROWS_AT_ONCE), -1)
+        try:
+            values = gguf.dequantize(data, self.kind)
+        except NotImplementedError:
+            raise MtplxError(
+                f"tensors of type {self.kind.name} cannot be dequantised here: "
+                "use the model in another quantisation"
+            ) from None
+        return torch.from_numpy(np.require(values, requirements="W")).view(self.shape)
+
+
+@dataclass(frozen=True)
+class GgufFile:
+    """The parsed header of a GGUF file; the weights stay on disk until they are asked for."""
+
+    path: Path
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, GgufTensor]
+
+    @property
+    def architecture(self) -> str:
+        """What llama.cpp calls the model family: `llama`, `qwen3`, …"""
+        return str(self["general.architecture"])
+
+    def __getitem__(self, key: str) -> Any:
+        """A metadata value that the file must have; `MtplxError` where it has not."""
+        if key not in self.metadata:
+            raise MtplxError(f"{self.path}: the GGUF file lacks the metadata key {key!r}")
+        return self.metadata[key]
+
+
+class _Cursor:
+    """Little-endian values, one after another; `EOFError` where the file ends too early."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self.data = data
+        self.position = 0
+
+    def take(self, size: int) -> bytes:
+        start, self.position = self.position, self.position + size
+        if self.position > len(self.data):
+            raise EOFError
+        return self.data[start : self.position]
+
+    def scalar(self, code: str) -> Any:
+        return struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))[0]
+
+    def string(self) -> str:
+        return self.take(self.scalar("Q")).decode()
+
+    def value(self, kind: int) -> Any:
+        if kind == GGUFValueType.STRING:
+            return self.string()
+        if kind == GGUFValueType.ARRAY:
+            element, count = self.scalar("I"), self.scalar("Q")
+            if element in _SCALARS:
+                dtype = np.dtype("<" + _SCALARS[GGUFValueType(element)])
+                return np.frombuffer(self.take(count * dtype.itemsize), dtype).tolist()
+            return [self.value(element) for _ in range(count)]
+        number = self.scalar(_SCALARS[GGUFValueType(kind)])
+        # A float32 holds 1e-5 as 9.999999747378752e-06; the shortest decimal that rounds to it is
+        # the number its author wrote.
+        return float(str(np.float32(number))) if kind == GGUFValueType.FLOAT32 else number
+
+
+def read_gguf(path: Path) -> GgufFile:
+    """Reads a GGUF file's header: all metadata, and where each tensor lies.
+
+    Raises `MtplxError` for a file that is missing, not GGUF, of a version or byte order not known
+    here, damaged, truncated, or only one part of a split model.
+    """
+    try:
+        with path.open("rb") as stream:
+            if stream.read(4) != b"GGUF":
+                raise MtplxError(
+                    f"{path}: not a GGUF file (it does not begin with the bytes 'GGUF')"
+                )
+            data = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as error:
+        raise MtplxError(f"{path}: cannot be read ({error.strerror})") from error
+
+    cursor = _Cursor(data)
+    cursor.take(4)
+    try:
+        version = cursor.scalar("I")
+        if version not in _VERSIONS:
+            raise MtplxError(
+                f"{path}: GGUF version {version} is not known here (only little-endian files of "
+                f"version {' and '.join(map(str, _VERSIONS))}): convert the model again"
+            )
+        tensor_count, metadata_count = cursor.scalar("Q"), cursor.scalar("Q")
+        metadata = {
+            cursor.string(): cursor.value(cursor.scalar("I")) for _ in range(metadata_count)
+        }
+        tensors = dict(_tensors(cursor, tensor_count, metadata))
+        if (parts := metadata.get("split.count", 1)) > 1:
+            raise MtplxError(
+                f"{path}: one of {parts} parts of a model: merge them with "
+                "`llama-gguf-split --merge` and give the merged file"
+            )
+    except EOFError:
+        raise MtplxError(
+            f"{path}: the file ends too early ({len(data):,} bytes): it is truncated, "
+            "download it again"
+        ) from None
+    except (ValueError, LookupError, ArithmeticError, TypeError, RecursionError) as error:
+        raise MtplxError(f"{path}: damaged GGUF header ({error}): download it again") from error
+    return GgufFile(path, metadata, tensors)
+
+
+def _tensors(
+    cursor: _Cursor, count: int, metadata: Mapping[str, Any]
+) -> Iterator[tuple[str, GgufTensor]]:
+    entries = []
+    for _ in range(count):
+        name = cursor.string()
+        # ggml counts dimensions from the innermost outwards, torch the other way round.
+        shape = tuple(cursor.scalar("Q") for _ in range(cursor.scalar("I")))[::-1]
+        kind = GGMLQuantizationType(cursor.scalar("I"))
+        entries.append((name, shape, kind, cursor.scalar("Q")))
+
+    alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+    start = -(-cursor.position // alignment) * alignment
+    for name, shape, kind, offset in entries:
+        byte_shape = gguf.quant_shape_to_byte_shape(shape, kind)
+        if start + offset + prod(byte_shape) > len(cursor.data):
+            raise EOFError
+        raw = np.frombuffer(cursor.data, np.uint8, prod(byte_shape), start + offset)
+        yield name, GgufTensor(shape, kind, raw.reshape(byte_shape))
+
+
+# --- the model -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Family:
+    """How one of llama.cpp's architectures maps to a transformers model.
+
+    `interleaved`: the file's q and k rows are reordered so that a rotary pair is two neighbours,
+    as llama.cpp's original rope wants it. transformers rotates row i with row i + head_dim / 2.
+    """
+
+    model_type: str
+    interleaved: bool
+
+
+_FAMILIES = {
+    "llama": _Family("llama", interleaved=True),
+    "qwen2": _Family("qwen2", interleaved=False),
+    "qwen3": _Family("qwen3", interleaved=False),
+}
+
+_MODULES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_LAYER_MODULES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_ROPE_FACTORS = "rope_freqs.weight"
+
+
+def load_config(file: GgufFile) -> PreTrainedConfig:
+    """The transformers config that the file's metadata describes."""
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    family = _FAMILIES.get(file.architecture)
+    if family is None:
+        return AutoConfig.from_pretrained(
+            file.path.parent, gguf_file=file.path.name, local_files_only=True
+        )
+
+    def value(key: str) -> Any:
+        return file[f"{file.architecture}.{key}"]
+
+    def optional(key: str, default: Any) -> Any:
+        return file.metadata.get(f"{file.architecture}.{key}", default)
+
+    heads = value("attention.head_count")
+    head_dim = optional("attention.key_length", value("embedding_length") // heads)
+    if (rotated := optional("rope.dimension_count", head_dim)) != head_dim:
+        raise MtplxError(
+            f"{file.path}: rotates {rotated} of {head_dim} dimensions of a head, which no "
+            f"{family.model_type} model in transformers does: use its Hugging Face checkpoint"
+        )
+    if (embedding := file.tensors.get("token_embd.weight")) is None:
+        raise MtplxError(f"{file.path}: the GGUF file lacks the tensor 'token_embd.weight'")
+    # In transformers only llama's config knows the switch; qwen2 always has biases.
+    biases = {"attention_bias": True} if _has_llama_biases(file) else {}
+    return CONFIG_MAPPING[family.model_type](
+        vocab_size=embedding.shape[0],
+        hidden_size=value("embedding_length"),
+        intermediate_size=value("feed_forward_length"),
+        num_hidden_layers=value("block_count"),
+        num_attention_heads=heads,
+        num_key_value_heads=optional("attention.head_count_kv", heads),
+        head_dim=head_dim,
+        max_position_embeddings=value("context_length"),
+        rms_norm_eps=value("attention.layer_norm_rms_epsilon"),
+        rope_parameters=_rope_parameters(file, head_dim),
+        tie_word_embeddings="output.weight" not in file.tensors,
+        bos_token_id=file.metadata.get("tokenizer.ggml.bos_token_id"),
+        eos_token_id=file.metadata.get("tokenizer.ggml.eos_token_id"),
+        pad_token_id=file.metadata.get("tokenizer.ggml.padding_token_id"),
+        **biases,
+    )
+
+
+def _has_llama_biases(file: GgufFile) -> bool:
+    return file.architecture == "llama" and "blk.0.attn_q.bias" in file.tensors
+
+
+def _rope_parameters(file: GgufFile, head_dim: int) -> dict[str, Any]:
+    """The rotary settings, as transformers spells them."""
+    prefix = f"{file.architecture}.rope"
+    theta = file.metadata.get(f"{prefix}.freq_base", 10000.0)
+    kind = file.metadata.get(f"{prefix}.scaling.type", "none")
+    if _ROPE_FACTORS in file.tensors:
+        return _llama3_rope(file, head_dim, theta)
+    if kind == "none":
+        return {"rope_type": "default", "rope_theta": theta}
+    if kind == "linear":
+        return {
+            "rope_type": "linear",
+            "rope_theta": theta,
+            "factor": file[f"{prefix}.scaling.factor"],
+        }
+    raise MtplxError(
+        f"{file.path}: rope scaling of type {kind!r} is not read from GGUF files: "
+        "use the model's Hugging Face checkpoint"
+    )
+
+
+def _llama3_rope(file: GgufFile, head_dim: int, theta: float) -> dict[str, Any]:
+    """Llama 3.1's rotary scaling, found again from the factors that the file holds instead of it.
+
+    llama.cpp stores what each frequency is divided by, `[head_dim / 2]`. The settings behind them
+    are the published ones for every Llama 3 (frequencies 1 and 4, 8,192 positions) but for the
+    factor, which is the largest entry; they are taken only if they give the file's own numbers.
+    """
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    stored = file.tensors[_ROPE_FACTORS].dequantize()
+    parameters = {
+        "rope_type": "llama3",
+        "rope_theta": theta,
+        "factor": float(stored.max()),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    # The context length only keeps the config's own check quiet: the formula does not use it.
+    config = LlamaConfig(
+        head_dim=head_dim, rope_parameters=parameters, max_position_embeddings=8192 * 128
+    )
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    plain = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    if stored.shape != scaled.shape or not torch.allclose(
+        (plain / scaled).float(), stored, rtol=1e-4
+    ):
+        raise MtplxError(
+            f"{file.path}: its rope_freqs.weight are not Llama 3's rotary scaling: "
+            "use the model's Hugging Face checkpoint"
+        )
+    return parameters
+
+
+def load_model(file: GgufFile, dtype: torch.dtype) -> PreTrainedModel:
+    """The model on the CPU with its weights dequantised, each rounded once from float32 to `dtype`.
+
+    Raises `MtplxError` where the file's tensors are not those of its architecture; what
+    transformers raises for an architecture it does not know passes through.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    config = load_config(file)
+    family = _FAMILIES.get(file.architecture)
+    if family is None:
+        return _load_through_transformers(file, dtype)
+
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    weights = {}
+    for name, tensor in file.tensors.items():
+        if name == _ROPE_FACTORS:  # in the config already
+            continue
+        values = tensor.dequantize()
+        module = name.split(".")[-2]
+        if family.interleaved and module in heads:
+            values = _halves(values, heads[module])
+        weights[_transformers_name(name, file)] = values.to(dtype)
+
+    model, report = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
+        None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True
+    )
+    for keys, fault in (("missing_keys", "lacks"), ("unexpected_keys", "has no place for")):
+        if report[keys]:
+            raise MtplxError(
+                f"{file.path}: as a {file.architecture} model it {fault} "
+                f"{len(report[keys])} weights, first {min(report[keys])}: convert the model again"
+            )
+    return model
+
+
+def _transformers_name(name: str, file: GgufFile) -> str:
+    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`."""
+    match name.split("."):
+        case [module, leaf] if module in _MODULES:
+            return f"{_MODULES[module]}.{leaf}"
+        case ["blk", index, module, leaf] if module in _LAYER_MODULES:
+            return f"model.layers.{index}.{_LAYER_MODULES[module]}.{leaf}"
+    raise MtplxError(
+        f"{file.path}: the tensor {name!r} is not part of a dense {file.architecture} model, "
+        "the only kind read from GGUF files: use the model's Hugging Face checkpoint"
+    )
+
+
+def _halves(rows: torch.Tensor, heads: int) -> torch.Tensor:
+    """Rows `[heads * head_dim, ...]` from pairs side by side to the two halves of each head."""
+    pairs = rows.view(heads, -1, 2, *rows.shape[1:])
+    return pairs.transpose(1, 2).reshape(rows.shape)
+
+
+def _load_through_transformers(file: GgufFile, dtype: torch.dtype) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.quantization_config import GgufConfig
+
+    model = AutoModelForCausalLM.from_pretrained(
+        file.path.parent,
+        gguf_file=file.path.name,
+        quantization_config=GgufConfig(dequantize=True),
+        dtype=dtype,
+        local_files_only=True,
+    )
+    # The weights are plain now, but the model still calls itself quantised and would refuse to be
+    # saved or trained.
+    model.hf_quantizer = None
+    model.is_quantized = False
+    del model.config.quantization_config
+    return model
+
+
+# --- the tokenizer ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Splitter:
+    """How text is cut before byte pairs are merged, by the file's `tokenizer.ggml.pre`.
+
+    `pattern`: the pieces, as the model's own tokenizer.json has it; `None` is GPT-2's, with
+    digits cut one by one first if `digits`. `whole_words`: a piece that is in the vocabulary is
+    taken as it is, whether merges lead to it or not. `nfc`: text is composed first.
+    """
+
+    pattern: str | None = None
+    digits: bool = False
+    whole_words: bool = False
+    nfc: bool = False
+
+
+def _words(numbers: str) -> str:
+    """The pattern that Llama 3 and Qwen2 share but for how many digits make a piece."""
+    return (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+        r"|[^\r\n\p{L}\p{N}]?\p{L}+"
+        rf"|{numbers}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+
+
+_GPT2 = _Splitter()
+_GPT2_DIGITS = _Splitter(digits=True)
+_LLAMA3 = _Splitter(_words(r"\p{N}{1,3}"), whole_words=True)
+_QWEN2 = _Splitter(_words(r"\p{N}"), nfc=True)
+
+_SPLITTERS = {
+    "gpt-2": _GPT2,
+    "smollm": _GPT2_DIGITS,
+    "starcoder": _GPT2_DIGITS,
+    "refact": _GPT2_DIGITS,
+    "llama-bpe": _LLAMA3,
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+}
+
+_CONTROL, _USER_DEFINED = gguf.TokenType.CONTROL, gguf.TokenType.USER_DEFINED
+
+
+def load_tokenizer(file: GgufFile) -> PreTrainedTokenizerBase:
+    """The file's tokenizer, with its special tokens and its chat template.
+
+    Byte-level BPE is built here. transformers' GGUF loader falls back to GPT-2's splitting where
+    it does not know the file's (`smollm` among them, so that "a  1" comes out differently than
+    the model was trained on), hence a splitter known to neither is an error.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    kind, pre = file["tokenizer.ggml.model"], file.metadata.get("tokenizer.ggml.pre", "default")
+    if kind != "gpt2" or pre not in _SPLITTERS:
+        if kind == "gpt2" and pre not in _splitters_of_transformers():
+            raise MtplxError(
+                f"{file.path}: how its tokenizer splits text ({pre!r}) is not known here "
+                f"(known: {', '.join(sorted(_SPLITTERS))}): use the model's Hugging Face checkpoint"
+            )
+        return AutoTokenizer.from_pretrained(
+            file.path.parent, gguf_file=file.path.name, local_files_only=True
+        )
+
+    tokens = file["tokenizer.ggml.tokens"]
+
+    def token(name: str) -> str | None:
+        index = file.metadata.get(f"tokenizer.ggml.{name}_token_id")
+        return None if index is None else tokens[index]
+
+    return PreTrainedTokenizerFast(
+        tokenizer_object=_byte_level_bpe(file, _SPLITTERS[pre]),
+        bos_token=token("bos"),
+        eos_token=token("eos"),
+        unk_token=token("unknown"),
+        pad_token=token("padding"),
+        chat_template=file.metadata.get("tokenizer.chat_template"),
+        model_max_length=file[f"{file.architecture}.context_length"],
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _splitters_of_transformers() -> Mapping[str, str]:
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+    splits: Mapping[str, str] = GGUF_PRE_TOKENIZER_SPLITS
+    return splits
+
+
+def _byte_level_bpe(file: GgufFile, splitter: _Splitter) -> Any:
+    """The `tokenizers.Tokenizer` of a GPT-2 style vocabulary."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
+    from tokenizers import pre_tokenizers as pre
+    from tokenizers.processors import TemplateProcessing
+
+    tokens = file["tokenizer.ggml.tokens"]
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab={token: index for index, token in enumerate(tokens)},
+            merges=[tuple(merge.split(" ")) for merge in file["tokenizer.ggml.merges"]],
+            ignore_merges=splitter.whole_words,
+        )
+    )
+    if splitter.nfc:
+        tokenizer.normalizer = normalizers.NFC()
+    steps: list[Any] = [pre.Digits(individual_digits=True)] if splitter.digits else []
+    if splitter.pattern is not None:
+        steps.append(pre.Split(Regex(splitter.pattern), behavior="isolated"))
+    steps.append(pre.ByteLevel(add_prefix_space=False, use_regex=splitter.pattern is None))
+    tokenizer.pre_tokenizer = pre.Sequence(steps)
+    tokenizer.decoder = decoders.ByteLevel()
+
+    # Control tokens steer the model and are left out of its text; user-defined ones (`<think>`)
+    # are part of the text. Both are matched whole, before any splitting.
+    kinds = list(zip(tokens, file["tokenizer.ggml.token_type"], strict=True))
+    for wanted, special in ((_CONTROL, True), (_USER_DEFINED, False)):
+        added = [
+            AddedToken(token, normalized=False, special=special)
+            for token, kind in kinds
+            if kind == wanted
+        ]
+        (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(added)
+
+    if file.metadata.get("tokenizer.ggml.add_bos_token", False):
+        index = file["tokenizer.ggml.bos_token_id"]
+        tokenizer.post_processor = TemplateProcessing(
+            single=f"{tokens[index]} $A",
+            pair=f"{tokens[index]} $A {tokens[index]} $B",
+            special_tokens=[(tokens[index], index)],
+        )
+    return tokenizer
+
+
+# --- how to run it ---------------------------------------------------------------------------
+
+_SAMPLING = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+
+
+def eos_token_ids(file: GgufFile) -> tuple[int, ...]:
+    """The ids that end an answer: end of text, then end of turn where the file names one."""
+    names = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
+    return tuple(dict.fromkeys(file.metadata[name] for name in names if name in file.metadata))
+
+
+def sampling(file: GgufFile) -> dict[str, float]:
+    """The sampler settings that the file recommends, by transformers' names."""
+    return {
+        ours: file.metadata[f"general.sampling.{theirs}"]
+        for theirs, ours in _SAMPLING.items()
+        if f"general.sampling.{theirs}" in file.metadata
+    }

@@ -1,0 +1,120 @@
+"""Caches with one slot per sequence, each slot with a length of its own.
+
+Keys and values are written at absolute positions into storage allocated beforehand. What lies at
+or past a slot's length is scratch: it is masked out until something is committed over it. Undoing
+a rejected draft is therefore setting a number back (design: rollback is arithmetic).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+
+@dataclass(frozen=True)
+class Span:
+    """Where one pass writes and what it may see.
+
+    Attributes:
+        positions: absolute position of every input token, [B, T] int64.
+        end: one past the highest position in the batch; attention reads [0, end).
+        mask: True where a query may look at a key, [B, 1, T, end] bool.
+        start: the first position if all rows share it, else None. A shared start turns the
+            scattered write into a slice copy.
+    """
+
+    positions: Tensor
+    end: int
+    mask: Tensor
+    start: int | None
+
+    @classmethod
+    def after(cls, lengths: list[int], width: int, device: torch.device) -> Span:
+        """The `width` positions that follow each slot's first `lengths[b]`."""
+        begins = torch.tensor(lengths, device=device)
+        positions = begins[:, None] + torch.arange(width, device=device)
+        end = max(lengths) + width
+        keys = torch.arange(end, device=device)
+        mask = keys[None, None, None, :] <= positions[:, None, :, None]
+        start = lengths[0] if min(lengths) == max(lengths) else None
+        return cls(positions, end, mask, start)
+
+
+class KVSlots:
+    """Keys and values of one layer, [B, kv_heads, capacity, D], allocated on first use."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+
+    def update(self, keys: Tensor, values: Tensor, span: Span) -> tuple[Tensor, Tensor]:
+        """Write [B, kv_heads, T, D] at the span's positions; return all of [0, end)."""
+        if self.keys is None or self.values is None:
+            # Zeros, not empty: a masked NaN would still poison the attention's sum.
+            self.keys = _storage(keys, self.capacity)
+            self.values = _storage(values, self.capacity)
+        _write(self.keys, keys, span)
+        _write(self.values, values, span)
+        return self.keys[:, :, : span.end], self.values[:, :, : span.end]
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Drop all slots but these, [N] int64."""
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values = self.keys[rows], self.values[rows]
+
+
+def _storage(new: Tensor, capacity: int) -> Tensor:
+    batch, heads, _, dim = new.shape
+    return new.new_zeros(batch, heads, capacity, dim)
+
+
+def _write(storage: Tensor, new: Tensor, span: Span) -> None:
+    if span.start is not None:
+        storage[:, :, span.start : span.start + new.shape[2]] = new
+    else:
+        index = span.positions[:, None, :, None].expand_as(new)
+        storage.scatter_(2, index, new)
+
+
+class SlotCache(Cache):  # type: ignore[misc]
+    """The trunk's cache, in the interface that transformers' attention modules call.
+
+    Set `span` before each pass; the modules then write and read by it.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(layers=[])
+        self.capacity = capacity
+        self.slots: dict[int, KVSlots] = {}
+        self.span: Span | None = None
+
+    def update(
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        layer_idx: int,
+        *args: object,
+        **kwargs: object,
+    ) -> tuple[Tensor, Tensor]:
+        assert self.span is not None, "set span before the pass"
+        layer = self.slots.setdefault(layer_idx, KVSlots(self.capacity))
+        return layer.update(key_states, value_states, self.span)
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Drop all slots but these, [N] int64."""
+        for layer in self.slots.values():
+            layer.keep_rows(rows)
+
+    # transformers asks these before it sees that the mask is already made.
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0 if self.span is None else self.span.end
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return 0 if self.span is None else self.span.end - self.span.positions.shape[1]
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self.get_seq_length(), 0

@@ -1,0 +1,233 @@
+"""The sampler's settings applied to logits in torch, a row each.
+
+The batched counterpart of `mtplx.sampling.distribution_from_logits`, held to it by tests. Rows
+may have different settings; a setting that no row uses costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mtplx.errors import MtplxError
+from mtplx.sampling import SamplerConfig
+
+TOP_P_CANDIDATES = 1024
+"""How many of the likeliest tokens top-p looks at before it sorts a whole row."""
+
+
+def wide(device: torch.device) -> torch.dtype:
+    """The type for sums over a vocabulary: float64 where the device has it."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+@dataclass
+class History:
+    """What the penalties count, for B sequences over a vocabulary of V.
+
+    Attributes:
+        prompt: whether the token is in the prompt, [B, V] bool.
+        output: how often the token has been emitted, [B, V] float32.
+    """
+
+    prompt: Tensor
+    output: Tensor
+
+    @classmethod
+    def of(cls, prompts: Sequence[Sequence[int]], vocab_size: int, device: torch.device) -> History:
+        """Histories that have only a prompt so far."""
+        seen = torch.zeros(len(prompts), vocab_size, dtype=torch.bool, device=device)
+        for row, prompt in zip(seen, prompts, strict=True):
+            ids = torch.tensor([t for t in prompt if t < vocab_size], device=device)
+            row[ids.long()] = True
+        return cls(seen, torch.zeros(seen.shape, device=device))
+
+    def emit(self, tokens: Sequence[Sequence[int]]) -> None:
+        """Count emitted tokens, a list for each sequence."""
+        for row, ids in zip(self.output, tokens, strict=True):
+            for token in ids:
+                row[token] += 1
+
+    def after(self, draft: Tensor) -> History:
+        """Histories at every position of a draft [B, K]: 0 to K drafted tokens counted.
+
+        Returns:
+            A history of B * (K + 1) rows, the positions of one sequence together.
+        """
+        steps = [self] + [self.after_tokens(draft[:, : i + 1]) for i in range(draft.shape[1])]
+        counts = torch.stack([step.output for step in steps], 1)
+        return History(self.prompt.repeat_interleave(len(steps), 0), counts.flatten(0, 1))
+
+    def after_tokens(self, tokens: Tensor) -> History:
+        """Histories with these tokens [B, N] counted too."""
+        return History(
+            self.prompt, self.output.scatter_add(1, tokens, torch.ones_like(tokens, dtype=torch.float32))
+        )
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Drop all sequences but these."""
+        self.prompt, self.output = self.prompt[rows], self.output[rows]
+
+
+class Shaper:
+    """Settings of B requests as tensors, ready to shape their logits."""
+
+    def __init__(
+        self, configs: Sequence[SamplerConfig], vocab_size: int, device: torch.device
+    ) -> None:
+        self.configs = list(configs)
+        self.vocab_size = vocab_size
+        self.device = device
+
+        def column(values: list[float]) -> Tensor:
+            return torch.tensor(values, dtype=torch.float32, device=device)[:, None]
+
+        self.temperature = column([c.temperature for c in self.configs])
+        self.top_p = column([c.top_p for c in self.configs])
+        self.min_p = column([c.min_p for c in self.configs])
+        self.repetition = column([c.repetition_penalty for c in self.configs])
+        self.presence = column([c.presence_penalty for c in self.configs])
+        self.frequency = column([c.frequency_penalty for c in self.configs])
+        self.top_k = torch.tensor([c.top_k for c in self.configs], device=device)[:, None]
+        self.greedy = self.temperature == 0
+        # Settings that some row uses.
+        self.any_greedy = any(c.temperature == 0 for c in self.configs)
+        self.all_greedy = all(c.temperature == 0 for c in self.configs)
+        self.any_top_p = any(c.top_p < 1 for c in self.configs)
+        self.any_min_p = any(c.min_p > 0 for c in self.configs)
+        self.max_top_k = min(max(c.top_k for c in self.configs), vocab_size)
+        self.uses_history = any(
+            c.repetition_penalty != 1 or c.presence_penalty or c.frequency_penalty
+            for c in self.configs
+        )
+        self.bias = self._bias()
+
+    def _bias(self) -> Tensor | None:
+        if not any(c.logit_bias for c in self.configs):
+            return None
+        bias = torch.zeros(len(self.configs), self.vocab_size, device=self.device)
+        for row, config in zip(bias, self.configs, strict=True):
+            for token, value in config.bias.items():
+                if token >= self.vocab_size:
+                    raise MtplxError(
+                        f"logit_bias names token {token}; the model has {self.vocab_size} tokens"
+                    )
+                row[token] = value
+        return bias
+
+    def keep_rows(self, rows: Sequence[int]) -> Shaper:
+        """For these requests only."""
+        return Shaper([self.configs[r] for r in rows], self.vocab_size, self.device)
+
+    def __call__(
+        self, logits: Tensor, history: History | None, ids: Tensor | None = None
+    ) -> Tensor:
+        """Probabilities of B * N rows, N consecutive ones for each request.
+
+        Args:
+            logits: [B * N, W] of any float type.
+            history: of B * N rows; needed where a penalty is used.
+            ids: target token ids of the W columns, [W]; None for the whole vocabulary.
+        Returns:
+            float32 [B * N, W]; rows sum to 1.
+        Raises:
+            MtplxError: a row has a NaN or a +inf, or nothing but -inf; names the row.
+        """
+        scores = logits.float()
+        repeat = len(scores) // len(self.configs)
+
+        def rows(column: Tensor) -> Tensor:
+            return column if repeat == 1 else column.repeat_interleave(repeat, 0)
+
+        if self.bias is not None:
+            bias = self.bias if ids is None else self.bias[:, ids]
+            scores = scores + rows(bias)
+        if self.uses_history:
+            assert history is not None, "penalties need a history"
+            prompt = history.prompt if ids is None else history.prompt[:, ids]
+            output = history.output if ids is None else history.output[:, ids]
+            factor = rows(self.repetition)
+            penalised = torch.where(scores < 0, scores * factor, scores / factor)
+            scores = torch.where(prompt | (output > 0), penalised, scores)
+            scores = scores - rows(self.frequency) * output - rows(self.presence) * (output > 0)
+        top = scores.amax(-1, keepdim=True)
+        _check(top)
+
+        if self.all_greedy:
+            return _one_hot(scores, top)
+        greedy = rows(self.greedy)
+        # Greedy rows are replaced at the end; a temperature of 1 keeps them finite until then.
+        temperature = torch.where(greedy, 1.0, rows(self.temperature))
+        if self.max_top_k:
+            scores = _top_k(scores, rows(self.top_k), self.max_top_k)
+        if self.any_top_p:
+            scores = _top_p(scores, temperature, rows(self.top_p))
+        p = ((scores - top) / temperature).softmax(-1)
+        if self.any_min_p:
+            keep = p >= rows(self.min_p) * p.amax(-1, keepdim=True)
+            p = torch.where(keep, p, 0.0)
+            p = p / p.sum(-1, keepdim=True)
+        if self.any_greedy:
+            p = torch.where(greedy, _one_hot(scores, top), p)
+        return p
+
+
+def _check(top: Tensor) -> None:
+    # The largest logit of a row tells: NaN and +inf come through the maximum, and it is -inf
+    # only where all are.
+    if not bool(top.isfinite().all()):
+        row = int((~top.isfinite()).flatten().nonzero()[0])
+        value = top.flatten()[row].item()
+        what = "nothing but -inf" if value == -torch.inf else str(value)
+        raise MtplxError(f"logits: row {row} has {what}; no distribution can be made of it")
+
+
+def _one_hot(scores: Tensor, top: Tensor) -> Tensor:
+    # The lowest id among equals, on every device.
+    ids = torch.arange(scores.shape[-1], device=scores.device)
+    first = torch.where(scores == top, ids, scores.shape[-1]).amin(-1, keepdim=True)
+    return torch.zeros_like(scores).scatter_(-1, first, 1.0)
+
+
+def _top_k(scores: Tensor, k: Tensor, largest: int) -> Tensor:
+    largest = min(largest, scores.shape[-1])
+    best = scores.topk(largest, dim=-1).values
+    cut = best.gather(-1, k.clamp(1, largest) - 1)
+    # The threshold itself stays, with all that tie with it.
+    return torch.where((scores < cut) & (k > 0), -torch.inf, scores)
+
+
+def _top_p(scores: Tensor, temperature: Tensor, top_p: Tensor) -> Tensor:
+    """Remove, from the least likely up, what fits into a mass of 1 - top_p.
+
+    Looks at the likeliest tokens first, which nearly always decide; the whole row is sorted only
+    where the cut lies, or may lie, beyond them.
+    """
+    width = scores.shape[-1]
+    count = min(width, TOP_P_CANDIDATES)
+    total = (scores / temperature).to(wide(scores.device)).logsumexp(-1, keepdim=True)
+    while True:
+        best, ids = scores.topk(count, dim=-1)
+        # Ascending by score and, among equals, by id.
+        order = ids.argsort(dim=-1)
+        best, ids = best.gather(-1, order), ids.gather(-1, order)
+        order = best.argsort(dim=-1, stable=True)
+        best, ids = best.gather(-1, order), ids.gather(-1, order)
+        p = ((best / temperature).to(total.dtype) - total).exp()
+        # What lies below the candidates is the rest of the mass.
+        below = (1 - p.sum(-1, keepdim=True)).clamp_min(0) if count < width else 0.0
+        keep = (below + p.cumsum(-1)) > (1 - top_p)
+        keep[:, -1] = True
+        # Decided: the least candidate is gone, and none of what stays ties with it, or it has no
+        # probability left to give.
+        floor = best[:, :1]
+        decided = (~keep[:, 0] & ~(keep & (best == floor)).any(-1)) | (floor[:, 0] == -torch.inf)
+        if count == width or bool((decided | (top_p[:, 0] >= 1)).all()):
+            break
+        count = width
+    kept = torch.full_like(scores, -torch.inf)
+    kept.scatter_(-1, ids, torch.where(keep, best, -torch.inf))
+    return torch.where(top_p < 1, kept, scores)
