@@ -14,6 +14,7 @@ import json
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -111,7 +112,8 @@ def locate(model: str | os.PathLike[str]) -> Checkpoint:
     """Finds a model, downloading it only where `model` is a hub id.
 
     A built-in name wins over a path, and a path over a hub id: whatever exists, begins with `.`,
-    `/` or `~`, or ends in `.gguf` is a path. Raises `MtplxError` where there is no such model or its files are damaged.
+    `/` or `~`, or ends in `.gguf` is a path. Raises `MtplxError` where there is no such model or
+    its files are damaged.
     """
     if model in _BUILT_IN:
         return _locate_built_in(str(model))
@@ -183,7 +185,7 @@ def _download(repository: str) -> Path:
     except Exception as error:
         raise MtplxError(
             f"{repository}: no such directory here, and it cannot be had from the hub "
-            f"({_first_line(error)}): check the connection, or give a local path"
+            f"({_in_one_line(error)}): check the connection, or give a local path"
         ) from error
 
 
@@ -215,7 +217,7 @@ def _check_directory(path: Path) -> None:
                 pass
         except (SafetensorError, OSError) as error:
             raise MtplxError(
-                f"{shard}: damaged or truncated ({_first_line(error)}): download it again"
+                f"{shard}: damaged or truncated ({_in_one_line(error)}): download it again"
             ) from error
 
 
@@ -234,7 +236,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise MtplxError(f"{path}: cannot be read as JSON ({_first_line(error)})") from error
+        raise MtplxError(f"{path}: cannot be read as JSON ({_in_one_line(error)})") from error
     if not isinstance(content, dict):
         raise MtplxError(f"{path}: should hold a JSON object")
     return content
@@ -277,8 +279,7 @@ def load_model(
     """The trunk in eval mode on `device`, weights in `dtype`, without gradients.
 
     Raises `MtplxError` where transformers has no causal language model for it or the weights do
-    not fit the config. A weight that is missing is an error too: transformers would go on with
-    random numbers in its place.
+    not fit the config; a missing weight does not.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
@@ -298,13 +299,10 @@ def load_model(
                 local_files_only=True,
                 trust_remote_code=False,
                 use_safetensors=True,
+                ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
-            if missing := report["missing_keys"]:
-                raise MtplxError(
-                    f"{checkpoint.path}: {len(missing)} weights are missing, first "
-                    f"{min(missing)}: download the model again"
-                )
+            gguf.require_fit(checkpoint.path, report)
         return model.to(device).eval().requires_grad_(False)
 
 
@@ -373,14 +371,12 @@ def _reported(checkpoint: Checkpoint) -> Iterator[None]:
         OSError,
         ValueError,
         LookupError,
-        TypeError,
-        AttributeError,
         ImportError,
         RuntimeError,
         StrictDataclassError,
     ) as error:
         raise MtplxError(
-            f"{checkpoint.name}: transformers cannot load it ({_first_line(error)})"
+            f"{checkpoint.name}: transformers cannot load it ({_in_one_line(error)})"
         ) from error
     finally:
         logging.set_verbosity(verbosity)
@@ -388,5 +384,7 @@ def _reported(checkpoint: Checkpoint) -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+def _in_one_line(error: Exception) -> str:
+    # A KeyError's text is the bare key.
+    text = f"{type(error).__name__} {error}" if isinstance(error, LookupError) else str(error)
+    return textwrap.shorten(text, 300) or type(error).__name__

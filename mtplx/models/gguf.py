@@ -68,19 +68,13 @@ class GgufTensor:
     def dequantize(self) -> torch.Tensor:
         """The values in float32, `[*shape]`, in memory of their own.
 
-        Raises `MtplxError` for a block format the `gguf` package cannot decode.
+        Raises `NotImplementedError` for a block format the `gguf` package cannot decode.
         """
         # The package decodes 16 rows at a call. Blocks lie one after another whatever a row is
         # called, so longer rows mean fewer calls: a third of the time.
         rows = prod(self.shape[:-1])
         data = self.data.reshape(rows // gcd(rows, _ROWS_AT_ONCE), -1)
-        try:
-            values = gguf.dequantize(data, self.kind)
-        except NotImplementedError:
-            raise MtplxError(
-                f"tensors of type {self.kind.name} cannot be dequantised here: "
-                "use the model in another quantisation"
-            ) from None
+        values = gguf.dequantize(data, self.kind)
         return torch.from_numpy(np.require(values, requirements="W")).view(self.shape)
 
 
@@ -370,22 +364,52 @@ def load_model(file: GgufFile, dtype: torch.dtype) -> PreTrainedModel:
     for name, tensor in file.tensors.items():
         if name == _ROPE_FACTORS:  # in the config already
             continue
-        values = tensor.dequantize()
+        try:
+            values = tensor.dequantize()
+        except NotImplementedError:
+            raise MtplxError(
+                f"{file.path}: {name} is of type {tensor.kind.name}, which is not decoded here: "
+                "use the model in another quantisation"
+            ) from None
         module = name.split(".")[-2]
         if family.interleaved and module in heads:
             values = _halves(values, heads[module])
         weights[_transformers_name(name, file)] = values.to(dtype)
 
     model, report = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
-        None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True
+        None,
+        config=config,
+        state_dict=weights,
+        dtype=dtype,
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
     )
-    for keys, fault in (("missing_keys", "lacks"), ("unexpected_keys", "has no place for")):
-        if report[keys]:
-            raise MtplxError(
-                f"{file.path}: as a {file.architecture} model it {fault} "
-                f"{len(report[keys])} weights, first {min(report[keys])}: convert the model again"
-            )
+    require_fit(file.path, report)
+    if unexpected := report["unexpected_keys"]:
+        raise MtplxError(
+            f"{file.path}: a {file.architecture} model has no place for {len(unexpected)} of its "
+            f"weights, first {min(unexpected)}: use the model's Hugging Face checkpoint"
+        )
     return model
+
+
+def require_fit(path: Path, report: Mapping[str, Any]) -> None:
+    """Raises `MtplxError` unless every weight of a model was found, in the shape its config says.
+
+    `report` is what `from_pretrained` returns with `output_loading_info`. transformers would only
+    warn and go on with random numbers.
+    """
+    if missing := report["missing_keys"]:
+        raise MtplxError(
+            f"{path}: {len(missing)} weights are missing, first {min(missing)}: "
+            "download the model again"
+        )
+    if mismatched := report["mismatched_keys"]:
+        name, stored, expected = min(mismatched)
+        raise MtplxError(
+            f"{path}: {len(mismatched)} weights do not fit the config, first {name} with shape "
+            f"{list(stored)} instead of {list(expected)}: download the model again"
+        )
 
 
 def _transformers_name(name: str, file: GgufFile) -> str:
@@ -422,7 +446,7 @@ def _load_through_transformers(file: GgufFile, dtype: torch.dtype) -> PreTrained
     # saved or trained.
     model.hf_quantizer = None
     model.is_quantized = False
-    del model.config.quantization_config
+    vars(model.config).pop("quantization_config", None)
     return model
 
 
