@@ -1,0 +1,1 @@
+"""Training an attached head for a trunk that ships none, by self-distillation."""
