@@ -39,9 +39,9 @@ class AttachedHead:
 
     @torch.inference_mode()
     def step(self, tokens: Tensor, hidden: Tensor, span: Span, cache: KVSlots) -> Tensor:
-        return self.head(
-            self._embed(tokens), hidden, span.positions, partial(_attend, span, cache)
-        )
+        attend = partial(_attend, span, cache)
+        result: Tensor = self.head(self._embed(tokens), hidden, span.positions, attend)
+        return result
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

@@ -8,17 +8,16 @@ writes while it guesses lies past the committed length and is overwritten by the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from mtplx.models.slots import Span
 from mtplx.models.trunk import TrunkOutput
-from mtplx.randomness import Purpose, uniforms
-from mtplx.shaping import History, Shaper, wide
-from mtplx.verification import Draft, draw
+from mtplx.randomness import Purpose
+from mtplx.shaping import History, Shaper
+from mtplx.verification import Draft, draw, noise
 
 
 class Head(Protocol):
@@ -39,24 +38,16 @@ class Head(Protocol):
         """From a trunk pass, the hidden states that the first draft is fed, [B, T, H]."""
         ...
 
-    def new_cache(self, capacity: int) -> HeadCache:
-        """An empty cache of `capacity` positions for each slot."""
+    def new_cache(self, capacity: int) -> Any:
+        """An empty cache of `capacity` positions for each slot, with `keep_rows`."""
         ...
 
-    def step(self, tokens: Tensor, hidden: Tensor, span: Span, cache: HeadCache) -> Tensor:
+    def step(self, tokens: Tensor, hidden: Tensor, span: Span, cache: Any) -> Tensor:
         """One pass: tokens [B, T] joined with hidden [B, T, H] at the span; returns [B, T, H]."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Draft logits of what `step` returned, [B, H] -> [B, W]."""
-        ...
-
-
-class HeadCache(Protocol):
-    """A cache whose slots can be dropped."""
-
-    def keep_rows(self, rows: Tensor) -> None:
-        """Drop all slots but these."""
         ...
 
 
@@ -110,12 +101,7 @@ class HeadSlots:
         """
         assert self._hidden is not None, "refill before drafting"
         hidden, ids = self._hidden, self.head.draft_ids
-        noise = uniforms(
-            np.array(seeds, dtype=np.uint64)[:, None],
-            np.array(lengths, dtype=np.uint64)[:, None] + np.arange(1, depth + 1, dtype=np.uint64),
-            Purpose.DRAFT,
-        )
-        u = torch.from_numpy(noise).to(hidden.device, wide(hidden.device))
+        u = noise(seeds, lengths, depth, Purpose.DRAFT, hidden.device)
         tokens: list[Tensor] = []
         columns: list[Tensor] = []
         rows: list[Tensor] = []

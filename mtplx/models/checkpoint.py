@@ -254,7 +254,7 @@ def load_config(checkpoint: Checkpoint) -> PreTrainedConfig:
     from transformers import CONFIG_MAPPING, AutoConfig
     from transformers import __version__ as version
 
-    with _reported(checkpoint):
+    with reported(checkpoint):
         if checkpoint.is_gguf:
             return gguf.load_config(gguf.read_gguf(checkpoint.path))
         declared = _read_json(checkpoint.path / "config.json")
@@ -284,7 +284,7 @@ def load_model(
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
     config = load_config(checkpoint)
-    with _reported(checkpoint):
+    with reported(checkpoint):
         if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
             raise MtplxError(
                 f"{checkpoint.name}: a {config.model_type} model is no causal language model"
@@ -310,7 +310,7 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
     """The checkpoint's tokenizer, with its chat template where it has one."""
     from transformers import AutoTokenizer
 
-    with _reported(checkpoint):
+    with reported(checkpoint):
         if checkpoint.is_gguf:
             return gguf.load_tokenizer(gguf.read_gguf(checkpoint.path))
         return AutoTokenizer.from_pretrained(
@@ -356,7 +356,7 @@ def generation_defaults(checkpoint: Checkpoint) -> GenerationDefaults:
 
 
 @contextmanager
-def _reported(checkpoint: Checkpoint) -> Iterator[None]:
+def reported(checkpoint: Checkpoint) -> Iterator[None]:
     """Runs transformers quietly, and turns what it raises into one line."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers.utils import logging

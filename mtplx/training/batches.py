@@ -12,6 +12,13 @@ from torch import Tensor
 
 from mtplx.training.states import TrunkStates
 
+SKIPPED = 0.3
+"""Share of conversations whose positions skip ahead somewhere in the context."""
+
+LONGEST_SKIP = 1500
+"""Positions skipped at most. So a head that reads short texts meets the distances of long ones
+(positional skip-wise training: Zhu et al. 2023, arXiv:2309.10400)."""
+
 ATTENTION_BUDGET = 4_000_000
 """Most query-key pairs of one batch: what keeps long contexts from filling memory."""
 
@@ -32,6 +39,8 @@ class Batch:
         targets: the trunk's last normed states at those same tokens, [B, R + steps - 1, H].
         begins: position of each conversation's first row, [B]; also its number of context pairs.
         counts: rows of each conversation that predict a token of the text, [B].
+        skips: positions skipped in each conversation, [B].
+        skip_from: context pair from which on they are, [B].
     """
 
     context: Tensor
@@ -41,12 +50,16 @@ class Batch:
     targets: Tensor
     begins: Tensor
     counts: Tensor
+    skips: Tensor
+    skip_from: Tensor
 
     def positions(self) -> tuple[Tensor, Tensor]:
         """Of the context pairs [B, C] and of the rows [B, R]."""
-        c = torch.arange(self.context.shape[1]) - self.context.shape[1] + self.begins[:, None]
+        width = self.context.shape[1]
+        c = (torch.arange(width) - width + self.begins[:, None]).clamp_min(0)
         r = torch.arange(self.rows.shape[1]) + self.begins[:, None]
-        return c.clamp_min(0), r
+        skips = self.skips[:, None]
+        return c + skips * (c >= self.skip_from[:, None]), r + skips
 
     def visible(self) -> Tensor:
         """Which of context and rows each row may attend to, [B, 1, R, C + R] bool."""
@@ -89,8 +102,16 @@ def plan(
     return [batches[i] for i in rng.permutation(len(batches))]
 
 
-def make(states: TrunkStates, which: NDArray[np.int64], steps: int) -> Batch:
-    """Gather a batch of these conversations for `steps` draft steps."""
+def make(
+    states: TrunkStates,
+    which: NDArray[np.int64],
+    steps: int,
+    rng: np.random.Generator | None = None,
+) -> Batch:
+    """Gather a batch of these conversations for `steps` draft steps.
+
+    Positions are the text's own without `rng`; with it some skip ahead.
+    """
     text = states.text
     lengths, starts = text.lengths[which], text.starts[which]
     begins = np.maximum(text.prompt_lengths[which] - 2, 0)
@@ -112,6 +133,10 @@ def make(states: TrunkStates, which: NDArray[np.int64], steps: int) -> Batch:
         after = ids[begin + 1 :][: count + steps - 1]
         tokens[b, : len(after)] = after
         targets[b, : len(after)] = here[begin + 1 :, 3 * hidden :][: len(after)]
+    skips = skip_from = np.zeros(size, dtype=np.int64)
+    if rng is not None:
+        skips = rng.integers(0, LONGEST_SKIP, size) * (rng.random(size) < SKIPPED)
+        skip_from = rng.integers(0, begins + 1)
     return Batch(
         context,
         context_tokens,
@@ -120,14 +145,16 @@ def make(states: TrunkStates, which: NDArray[np.int64], steps: int) -> Batch:
         targets,
         torch.from_numpy(begins.astype(np.int64)),
         torch.from_numpy(counts.astype(np.int64)),
+        torch.from_numpy(skips),
+        torch.from_numpy(skip_from.astype(np.int64)),
     )
 
 
 def epoch(
-    states: TrunkStates, which: NDArray[np.int64], rows: int, steps: int, seed: int, skip: int = 0
+    states: TrunkStates, which: NDArray[np.int64], rows: int, steps: int, seed: int
 ) -> Iterator[Batch]:
-    """One pass over these conversations, from the batch numbered `skip` on."""
+    """One pass over these conversations as they are."""
     text = states.text
     rng = np.random.default_rng(seed)
-    for group in plan(text.lengths[which], text.prompt_lengths[which], rows, rng)[skip:]:
+    for group in plan(text.lengths[which], text.prompt_lengths[which], rows, rng):
         yield make(states, which[group], steps)

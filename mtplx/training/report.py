@@ -70,7 +70,8 @@ def held_out_acceptance(
                 for name, config in SAMPLERS.items():
                     kept[name][step] += _acceptance(p_logits, q_logits, head.draft_ids, config)
     return [
-        Acceptance(name, tuple((kept[name] / np.maximum(seen, 1)).tolist()), int(seen[0])) for name in SAMPLERS
+        Acceptance(name, tuple((kept[name] / np.maximum(seen, 1)).tolist()), int(seen[0]))
+        for name in SAMPLERS
     ]
 
 

@@ -221,8 +221,8 @@ class Trainer:
             self.batch = 0
 
     def _objective(self, done: float) -> Objective:
-        """Distribution first; acceptance at the temperatures people use from half way on."""
-        if done < 0.5:
+        """Distribution first; acceptance at the temperatures people use after that."""
+        if done < 0.4:
             return Objective(1.0, 0.0, 0.6)
         return Objective(0.3, 1.0, (0.6, 0.6, 1.0)[self.step % 3])
 
@@ -231,7 +231,8 @@ class Trainer:
         for optimizer, base in zip(self.optimizers, self.rates, strict=True):
             for group in optimizer.param_groups:
                 group["lr"] = base * rate
-        batch = batches.make(self.states, which, len(STEP_WEIGHTS))
+        rng = np.random.default_rng([self.config.seed, self.step])
+        batch = batches.make(self.states, which, len(STEP_WEIGHTS), rng)
         aim = self._objective(done)
         logits = (batch.targets @ self.targets_of.T).float()
         p = logits.softmax(-1).to(torch.bfloat16)

@@ -257,11 +257,11 @@ def predictable(count: int) -> Conversations:
             row.append((row[-1] * 5 + 3) % VOCAB)
         rows.append(row)
     lengths = np.full(count, 16, np.int32)
-    return Conversations(np.array(sum(rows, []), np.int32), lengths, np.full(count, 4, np.int32))
+    return Conversations(np.array(rows, np.int32).ravel(), lengths, np.full(count, 4, np.int32))
 
 
 CONFIG = TrainConfig(
-    epochs=5,
+    epochs=20,
     minutes=10,
     rows=128,
     matrix_lr=1e-2,
@@ -306,7 +306,7 @@ def test_a_head_learns_its_trunk(setup):
 
 
 def test_a_stopped_training_goes_on_to_the_same_head(setup):
-    trainer, _, path = setup
+    trainer, _, _ = setup
     whole = trainer("whole")
     whole.run(silent)
 
@@ -342,3 +342,19 @@ def test_nothing_to_resume_is_said(setup):
     trainer, _, _ = setup
     with pytest.raises(MtplxError, match="nothing to resume"):
         trainer("empty").resume()
+
+
+def test_skipped_positions_keep_order_and_distance_after_the_skip(states):
+    which = np.arange(30)
+    batch = batches.make(states, which, 3, np.random.default_rng(0))
+    plain = batches.make(states, which, 3)
+    assert (batch.skips > 0).any() and (batch.skips == 0).any()
+    context, rows = batch.positions()
+    for b in range(30):
+        begin = int(batch.begins[b])
+        if begin == 0:
+            continue
+        here = torch.cat([context[b, -begin:], rows[b]])
+        jumps = here.diff()
+        assert (jumps >= 1).all() and (jumps > 1).sum() <= 1
+        assert rows[b, 0] - plain.positions()[1][b, 0] == batch.skips[b]

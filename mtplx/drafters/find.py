@@ -1,0 +1,43 @@
+"""Which head drafts for a checkpoint: one that is named, its own, or one attached to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mtplx.drafters.attached import AttachedHead
+from mtplx.drafters.mtp import Head
+from mtplx.drafters.native import load_native_head
+from mtplx.models.checkpoint import Checkpoint
+from mtplx.models.eagle3 import load_head
+from mtplx.models.trunk import Trunk
+
+
+@dataclass(frozen=True)
+class FoundHead:
+    """A head, the depth it recommends, and what the user should know about it."""
+
+    head: Head | None
+    depth: int
+    notes: tuple[str, ...] = ()
+
+
+def find_head(checkpoint: Checkpoint, trunk: Trunk, named: Path | None) -> FoundHead:
+    """The head to draft with; none is an answer too.
+
+    Raises:
+        MtplxError: a head was named or promised and cannot be loaded.
+    """
+    directory = named or checkpoint.head
+    if directory is not None:
+        head = load_head(directory, trunk.layers)
+        notes = []
+        made_for = head.config.verifier_name
+        if named is not None and made_for and made_for != checkpoint.name:
+            notes.append(
+                f"the head was made for {made_for}; on {checkpoint.name} the output is as exact, "
+                "but fewer drafts may be accepted"
+            )
+        return FoundHead(AttachedHead(head, trunk), head.config.depth, tuple(notes))
+    native, remarks = load_native_head(checkpoint, trunk)
+    return FoundHead(native, 0 if native is None else 1, remarks)

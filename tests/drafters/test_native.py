@@ -1,0 +1,370 @@
+"""Native MTP heads, against transformers' `MtpModel` and a reference without any cache."""
+
+from __future__ import annotations
+
+import socket
+from functools import partial
+
+import pytest
+import tiny_native
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
+from transformers.cache_utils import MtpCache
+from transformers.modeling_layers import MtpModel
+
+from mtplx.drafters.find import find_head
+from mtplx.drafters.native import load_native_head, mtp_layers
+from mtplx.engine.decoding import Batch
+from mtplx.engine.request import Request
+from mtplx.errors import MtplxError
+from mtplx.models.checkpoint import Checkpoint, load_config, load_model
+from mtplx.models.trunk import Trunk
+from mtplx.sampling import SamplerConfig
+
+FAMILIES = sorted(tiny_native.FAMILIES)
+LAYER = f"model.layers.{tiny_native.TRUNK_LAYERS}."
+PROMPTS = [(3, 1, 4, 1, 5, 9, 2, 6), (7,), (2, 7, 1, 8, 2)]
+"""Of three lengths, one of them with nothing before the pending token."""
+
+GREEDY = SamplerConfig(temperature=0.0)
+SAMPLED = SamplerConfig(temperature=1.0)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def directory(request, tmp_path_factory):
+    return tiny_native.write(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.fixture(scope="module")
+def loaded(directory):
+    return load(directory)
+
+
+def load(directory):
+    """The trunk and what `load_native_head` says of it."""
+    checkpoint = Checkpoint(str(directory), directory)
+    trunk = Trunk(load_model(checkpoint, torch.float32))
+    return trunk, *load_native_head(checkpoint, trunk)
+
+
+def decode(trunk, head, prompts, depth, sampling=GREEDY, tokens=24, watch=None):
+    """Run requests side by side; returns their texts and the statistics of each."""
+    requests = [Request(p, sampling, i, tokens, depth) for i, p in enumerate(prompts)]
+    batch = Batch(trunk, head, requests)
+    if watch:
+        watch(batch)
+    texts: list[list[int]] = [[] for _ in prompts]
+    stats = [slot.stats for slot in batch.slots]
+    for bursts in batch.run():
+        for burst in bursts:
+            texts[burst.index] += burst.tokens
+    return texts, stats
+
+
+def watch_drafts(cycles, batch):
+    """Record of each draft: the request, the tokens before it, its tokens and its logits."""
+    draft, logits = batch.head.draft, batch.head.head.logits
+
+    def recording(*args, **kwargs):
+        seen: list[Tensor] = []
+        batch.head.head.logits = lambda hidden: seen.append(logits(hidden)) or seen[-1]
+        result = draft(*args, **kwargs)
+        del batch.head.head.logits
+        for row, slot in enumerate(batch.slots):
+            known = [*slot.request.prompt, *slot.output]
+            cycles.append((slot.index, known, result.tokens[row], torch.stack(seen)[:, row]))
+        return result
+
+    batch.head.draft = recording
+
+
+# --- the text --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def expected(directory):
+    """What transformers writes, one prompt at a time."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    model.generation_config.eos_token_id = None
+    settings = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0}
+    texts = [model.generate(torch.tensor([prompt]), **settings)[0].tolist() for prompt in PROMPTS]
+    return [text[len(prompt) :] for prompt, text in zip(PROMPTS, texts, strict=True)]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3, 4, 5])
+def test_greedy_text_is_that_of_generate(loaded, expected, depth):
+    trunk, head, _ = loaded
+    alone, _ = decode(trunk, head, PROMPTS[:1], depth)
+    together, _ = decode(trunk, head, PROMPTS, depth)
+    assert alone == expected[:1]
+    assert together == expected
+
+
+# --- the drafts ------------------------------------------------------------------------------
+
+
+class TheirMtp:
+    """transformers' own way through a head: `MtpModel.forward` over what each cycle committed."""
+
+    def __init__(self, directory):
+        self.trunk = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        # It knows the layer numbers of the published sizes only.
+        self.trunk._keys_to_ignore_on_load_unexpected = [r"model\.layers\.2\..*"]
+        self.model = MtpModel.from_pretrained(self.trunk).eval()
+        self.cache = MtpCache(config=self.trunk.config.get_mtp_config())
+        self.read = 0
+
+    @torch.inference_mode()
+    def logits(self, known):
+        tokens = torch.tensor([known])
+        hidden = self.trunk(tokens[:, :-1], output_hidden_states=True).hidden_states[-1]
+        positions = torch.arange(len(known))[None]
+        _, logits, _ = self.model(
+            input_ids=tokens[:, self.read + 1 :],
+            last_hidden_states=hidden[:, self.read :],
+            attention_mask=None,
+            position_ids=positions[:, self.read + 1 :],
+            mtp_cache=self.cache,
+        )
+        self.read = len(known) - 1
+        return logits[0]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_at_depth_one_the_drafted_logits_are_those_of_mtp_model(directory, loaded, sampling):
+    trunk, head, _ = loaded
+    cycles: list = []
+    _, stats = decode(trunk, head, PROMPTS, 1, sampling, 32, partial(watch_drafts, cycles))
+    theirs = [TheirMtp(directory) for _ in PROMPTS]
+    for index, known, _, logits in cycles:
+        # A first token that is the whole prompt has no hidden state to draft from yet.
+        if len(known) > 1:
+            torch.testing.assert_close(logits, theirs[index].logits(known), rtol=1e-4, atol=1e-4)
+    drafted = sum(s.drafted_by_position[0] for s in stats)
+    accepted = sum(s.accepted_by_position[0] for s in stats)
+    assert accepted < drafted
+    if sampling is SAMPLED:
+        assert accepted
+
+
+class StraightLine:
+    """The head as its report describes it, over whole texts, with nothing kept in between.
+
+    Its decoder layer is read the ordinary way: as one more layer of a deeper trunk.
+    """
+
+    def __init__(self, directory):
+        config = load_config(Checkpoint("", directory))
+        config.num_hidden_layers += 1
+        model = AutoModelForCausalLM.from_pretrained(directory, config=config).eval()
+        self.block = model.model.layers.pop(-1)
+        config.num_hidden_layers -= 1
+        model.config.num_hidden_layers -= 1
+        self.model, self.eps = model, config.rms_norm_eps
+        self.tensors: dict[str, Tensor] = {}
+        for file in directory.glob("*.safetensors"):
+            self.tensors |= load_file(file)
+
+    def norm(self, name, x):
+        weight = self.tensors[f"{LAYER}{name}.weight"]
+        return weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+    @torch.inference_mode()
+    def logits(self, known, drafted):
+        hidden = self.model.model(torch.tensor([known[:-1]])).last_hidden_state
+        tokens = known[1:]
+        rows = []
+        for token in drafted:
+            embeds = self.tensors["model.embed_tokens.weight"][tokens][None]
+            pair = torch.cat([self.norm("enorm", embeds), self.norm("hnorm", hidden)], -1)
+            x = F.linear(pair, self.tensors[f"{LAYER}eh_proj.weight"])
+            positions = torch.arange(1, len(tokens) + 1)[None]
+            rotary = self.model.model.rotary_emb(x, positions)
+            y = self.block(x, position_embeddings=rotary, position_ids=positions)
+            last = self.norm("shared_head.norm", y)[:, -1:]
+            rows.append(F.linear(last[0, 0], self.tensors["lm_head.weight"]))
+            hidden, tokens = torch.cat([hidden, last], 1), [*tokens, token]
+        return torch.stack(rows)
+
+
+def test_deeper_drafts_are_those_of_a_reference_without_caches(directory, loaded):
+    trunk, head, _ = loaded
+    reference = StraightLine(directory)
+    cycles: list = []
+    _, stats = decode(trunk, head, PROMPTS, 3, SAMPLED, 32, partial(watch_drafts, cycles))
+    for _, known, drafted, logits in cycles:
+        if len(known) > 1:
+            expected = reference.logits(known, drafted.tolist())
+            torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    # Every way for a cycle to end leaves other caches behind.
+    kept = torch.tensor([s.accepted_by_position[:3] for s in stats]).sum(0).tolist()
+    assert len(cycles) > kept[0] > kept[2] > 0
+
+
+def counting(source, tensors):
+    """A trunk that counts, and a head that does if it is given the right `source`.
+
+    Embeddings are unit vectors that the layers leave alone; the output head names the next
+    number. The head either passes on the token it is joined with, or moves the hidden state one
+    number on; one taken from a position too early or too late counts wrong.
+    """
+    v, h = tiny_native.VOCAB, tiny_native.HIDDEN
+    embedding = torch.eye(v, h)
+    output = embedding.roll(1, 0)
+    onward = torch.zeros(h, h)
+    onward[:v, :v] = torch.eye(v).roll(1, 0)
+    nothing = torch.zeros(h, h)
+    project = [torch.eye(h), nothing] if source == "token" else [nothing, onward]
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor.zero_()
+        elif name.endswith("embed_tokens.weight"):
+            tensor.copy_(embedding)
+        elif name.endswith(("lm_head.weight", "shared_head.head.weight")):
+            tensor.copy_(output)
+        elif name.endswith("eh_proj.weight"):
+            tensor.copy_(torch.cat(project, -1))
+        elif name.endswith(("norm.weight",)):
+            tensor.fill_(1.0)
+
+
+@pytest.mark.parametrize("source", ["token", "hidden"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_head_that_knows_the_text_has_every_draft_kept(tmp_path, family, source):
+    tiny_native.write(tmp_path, family, change=partial(counting, source))
+    trunk, head, _ = load(tmp_path)
+    prompts = [(3, 4, 5, 6, 7, 8), (9,), (1, 2, 3)]
+    for depth in (1, 2, 3, 4, 5):
+        texts, stats = decode(trunk, head, prompts, depth)
+        for prompt, text, s in zip(prompts, texts, stats, strict=True):
+            start = prompt[-1] + 1
+            assert text == [n % tiny_native.VOCAB for n in range(start, start + 24)]
+            assert len(s.drafted_by_position) == depth
+            assert s.accepted_by_position == s.drafted_by_position
+
+
+# --- the files -------------------------------------------------------------------------------
+
+
+def test_a_layer_may_have_an_embedding_and_output_head_of_its_own(tmp_path, directory, loaded):
+    family = loaded[0].config.model_type
+    own = {name: torch.randn(tiny_native.VOCAB, tiny_native.HIDDEN) for name in ("in", "out")}
+
+    def change(tensors):
+        tensors[f"{LAYER}embed_tokens.weight"] = own["in"]
+        tensors[f"{LAYER}shared_head.head.weight"] = own["out"]
+
+    tiny_native.write(tmp_path, family, change=change)
+    _, head, notes = load(tmp_path)
+    hidden, tokens = torch.randn(3, tiny_native.HIDDEN), torch.tensor([[5, 0]])
+    torch.testing.assert_close(head.logits(hidden), hidden @ own["out"].T)
+    torch.testing.assert_close(head.embed(tokens), own["in"][tokens])
+    assert notes == ()
+    shared, embed = loaded[1], loaded[0].embed
+    assert shared.embed is embed and shared.project is loaded[0].model.lm_head
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_checkpoint_in_one_file_loads_too_and_without_a_network(tmp_path, family, monkeypatch):
+    def connect(*args):
+        raise AssertionError("the network was touched")
+
+    monkeypatch.setattr(socket.socket, "connect", connect)
+    copies = ("embed_tokens.weight", "shared_head.head.weight")
+    tiny_native.write(
+        tmp_path,
+        family,
+        sharded=False,
+        change=lambda tensors: [tensors.pop(LAYER + name) for name in copies],
+    )
+    trunk, head, notes = load(tmp_path)
+    assert notes == ()
+    texts, _ = decode(trunk, head, PROMPTS, 2)
+    assert texts == decode(trunk, None, PROMPTS, 0)[0]
+
+
+def test_the_drafts_do_not_depend_on_the_trunks_kind_of_attention(directory, loaded):
+    checkpoint = Checkpoint("tiny", directory)
+    model = load_model(checkpoint, torch.float32)
+    model.set_attn_implementation("eager")
+    trunk = Trunk(model)
+    drafts: list[list] = [[], []]
+    head, _ = load_native_head(checkpoint, trunk)
+    decode(trunk, head, PROMPTS, 2, watch=partial(watch_drafts, drafts[0]))
+    decode(loaded[0], loaded[1], PROMPTS, 2, watch=partial(watch_drafts, drafts[1]))
+    for (_, known, _, mine), (_, same, _, others) in zip(*drafts, strict=True):
+        assert known == same
+        torch.testing.assert_close(mine, others, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_promised_layers_that_are_not_there_are_a_note(tmp_path, family):
+    tiny_native.write(tmp_path, family, mtp_layers=0, promised=1)
+    trunk, head, notes = load(tmp_path)
+    assert head is None
+    assert len(notes) == 1 and "promises 1 MTP layer" in notes[0]
+    found = find_head(Checkpoint("tiny", tmp_path), trunk, None)
+    assert (found.head, found.depth, found.notes) == (None, 0, notes)
+
+
+def test_nothing_promised_and_nothing_there_is_no_news(tmp_path):
+    tiny_native.write(tmp_path, "glm4_moe", mtp_layers=0)
+    assert load(tmp_path)[1:] == (None, ())
+
+
+def test_the_first_of_several_layers_drafts_and_a_note_says_so(tmp_path, directory, loaded):
+    tiny_native.write(tmp_path, loaded[0].config.model_type, mtp_layers=2)
+    assert sorted(mtp_layers(tmp_path, tiny_native.TRUNK_LAYERS)) == [2, 3]
+    trunk, head, notes = load(tmp_path)
+    assert len(notes) == 1 and "2 MTP layers" in notes[0]
+    reference = StraightLine(tmp_path)
+    cycles: list = []
+    decode(trunk, head, PROMPTS[:1], 2, watch=partial(watch_drafts, cycles))
+    for _, known, drafted, logits in cycles:
+        expected = reference.logits(known, drafted.tolist())
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    assert find_head(Checkpoint("tiny", tmp_path), trunk, None).notes == notes
+
+
+def test_a_quantised_layer_is_left_alone_with_a_note(tmp_path, directory, loaded):
+    tiny_native.write(
+        tmp_path, "deepseek_v3", config={"quantization_config": {"quant_method": "fp8"}}
+    )
+    # The trunk's weights do not matter for the answer; these are not quantised.
+    head, notes = load_native_head(Checkpoint("tiny", tmp_path), loaded[0])
+    assert head is None and "quantised" in notes[0]
+
+
+def drop(name, tensors):
+    del tensors[name]
+
+
+def add(name, tensors):
+    tensors[name] = torch.zeros(3)
+
+
+WRONG = {
+    "left over": (partial(add, f"{LAYER}mlp.bias"), f"no place for .*: {LAYER}mlp.bias"),
+    "missing": (partial(drop, f"{LAYER}enorm.weight"), f"lacks .*: {LAYER}enorm.weight"),
+    "misshapen": (partial(add, f"{LAYER}hnorm.weight"), f"shapes: {LAYER}hnorm.weight"),
+    "an expert's half": (
+        partial(drop, f"{LAYER}mlp.experts.3.up_proj.weight"),
+        f"lacks .*: {LAYER}mlp.experts",
+    ),
+    "one expert more": (
+        partial(add, f"{LAYER}mlp.experts.4.up_proj.weight"),
+        f"lacks .*: {LAYER}mlp.experts",
+    ),
+}
+
+
+@pytest.mark.parametrize("change, message", WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tensors_that_do_not_make_a_layer_are_one_clear_line(tmp_path, family, change, message):
+    tiny_native.write(tmp_path, family, change=change)
+    with pytest.raises(MtplxError, match=message) as error:
+        load(tmp_path)
+    assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
