@@ -40,16 +40,13 @@ class History:
     def of(cls, prompts: Sequence[Sequence[int]], vocab_size: int, device: torch.device) -> History:
         """Histories that have only a prompt so far."""
         seen = torch.zeros(len(prompts), vocab_size, dtype=torch.bool, device=device)
-        for row, prompt in zip(seen, prompts, strict=True):
-            ids = torch.tensor([t for t in prompt if t < vocab_size], device=device)
-            row[ids.long()] = True
+        seen[_indices(prompts, device)] = True
         return cls(seen, torch.zeros(seen.shape, device=device))
 
     def emit(self, tokens: Sequence[Sequence[int]]) -> None:
         """Count emitted tokens, a list for each sequence."""
-        for row, ids in zip(self.output, tokens, strict=True):
-            for token in ids:
-                row[token] += 1
+        one = self.output.new_ones(())
+        self.output.index_put_(_indices(tokens, self.output.device), one, accumulate=True)
 
     def after(self, draft: Tensor) -> History:
         """Histories at every position of a draft [B, K]: 0 to K drafted tokens counted.
@@ -64,12 +61,23 @@ class History:
     def after_tokens(self, tokens: Tensor) -> History:
         """Histories with these tokens [B, N] counted too."""
         return History(
-            self.prompt, self.output.scatter_add(1, tokens, torch.ones_like(tokens, dtype=torch.float32))
+            self.prompt,
+            self.output.scatter_add(1, tokens, torch.ones_like(tokens, dtype=torch.float32)),
         )
 
     def keep_rows(self, rows: Tensor) -> None:
         """Drop all sequences but these."""
         self.prompt, self.output = self.prompt[rows], self.output[rows]
+
+
+def _indices(tokens: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Row and column of every token in a list for each row."""
+    rows = [row for row, ids in enumerate(tokens) for _ in ids]
+    columns = [token for ids in tokens for token in ids]
+    return (
+        torch.tensor(rows, dtype=torch.int64, device=device),
+        torch.tensor(columns, dtype=torch.int64, device=device),
+    )
 
 
 class Shaper:
@@ -82,11 +90,12 @@ class Shaper:
         self.vocab_size = vocab_size
         self.device = device
 
-        def column(values: list[float]) -> Tensor:
-            return torch.tensor(values, dtype=torch.float32, device=device)[:, None]
+        def column(values: list[float], dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)[:, None]
 
         self.temperature = column([c.temperature for c in self.configs])
-        self.top_p = column([c.top_p for c in self.configs])
+        # As wide as the law's, so that ties on the edge of the nucleus fall the same way.
+        self.top_p = column([c.top_p for c in self.configs], wide(device))
         self.min_p = column([c.min_p for c in self.configs])
         self.repetition = column([c.repetition_penalty for c in self.configs])
         self.presence = column([c.presence_penalty for c in self.configs])
@@ -98,6 +107,7 @@ class Shaper:
         self.all_greedy = all(c.temperature == 0 for c in self.configs)
         self.any_top_p = any(c.top_p < 1 for c in self.configs)
         self.any_min_p = any(c.min_p > 0 for c in self.configs)
+        self.all_top_k = all(c.top_k > 0 for c in self.configs)
         self.max_top_k = min(max(c.top_k for c in self.configs), vocab_size)
         self.uses_history = any(
             c.repetition_penalty != 1 or c.presence_penalty or c.frequency_penalty
@@ -108,15 +118,17 @@ class Shaper:
     def _bias(self) -> Tensor | None:
         if not any(c.logit_bias for c in self.configs):
             return None
-        bias = torch.zeros(len(self.configs), self.vocab_size, device=self.device)
-        for row, config in zip(bias, self.configs, strict=True):
-            for token, value in config.bias.items():
-                if token >= self.vocab_size:
-                    raise MtplxError(
-                        f"logit_bias names token {token}; the model has {self.vocab_size} tokens"
-                    )
-                row[token] = value
-        return bias
+        biases = [c.bias for c in self.configs]
+        largest = max(token for bias in biases for token in bias)
+        if largest >= self.vocab_size:
+            raise MtplxError(
+                f"logit_bias names token {largest}; the model has {self.vocab_size} tokens"
+            )
+        values = [value for bias in biases for value in bias.values()]
+        added = torch.zeros(len(biases), self.vocab_size, device=self.device)
+        at = _indices([list(bias) for bias in biases], self.device)
+        added[at] = torch.tensor(values, device=self.device)
+        return added
 
     def keep_rows(self, rows: Sequence[int]) -> Shaper:
         """For these requests only."""
@@ -144,7 +156,12 @@ class Shaper:
 
         if self.bias is not None:
             bias = self.bias if ids is None else self.bias[:, ids]
-            scores = scores + rows(bias)
+            biased = scores + rows(bias)
+            if ids is not None:
+                # A reduced vocabulary may hold nothing that the bias allows. What is drafted
+                # then is drawn from the unbiased row, and rejected.
+                biased = torch.where((biased == -torch.inf).all(-1, keepdim=True), scores, biased)
+            scores = biased
         if self.uses_history:
             assert history is not None, "penalties need a history"
             prompt = history.prompt if ids is None else history.prompt[:, ids]
@@ -158,20 +175,23 @@ class Shaper:
 
         if self.all_greedy:
             return _one_hot(scores, top)
+        unfiltered = scores
         greedy = rows(self.greedy)
         # Greedy rows are replaced at the end; a temperature of 1 keeps them finite until then.
         temperature = torch.where(greedy, 1.0, rows(self.temperature))
         if self.max_top_k:
             scores = _top_k(scores, rows(self.top_k), self.max_top_k)
         if self.any_top_p:
-            scores = _top_p(scores, temperature, rows(self.top_p))
+            # What top-k leaves is few enough to look at whole, ties aside.
+            count = self.max_top_k + 1 if self.all_top_k else TOP_P_CANDIDATES
+            scores = _top_p(scores, top, temperature, rows(self.top_p), count)
         p = ((scores - top) / temperature).softmax(-1)
         if self.any_min_p:
-            keep = p >= rows(self.min_p) * p.amax(-1, keepdim=True)
-            p = torch.where(keep, p, 0.0)
-            p = p / p.sum(-1, keepdim=True)
+            likely = torch.where(p >= rows(self.min_p) * p.amax(-1, keepdim=True), p, 0.0)
+            # Rows without min-p keep their p to the bit, whatever their neighbours ask for.
+            p = torch.where(rows(self.min_p) > 0, likely / likely.sum(-1, keepdim=True), p)
         if self.any_greedy:
-            p = torch.where(greedy, _one_hot(scores, top), p)
+            p = torch.where(greedy, _one_hot(unfiltered, top), p)
         return p
 
 
@@ -200,15 +220,16 @@ def _top_k(scores: Tensor, k: Tensor, largest: int) -> Tensor:
     return torch.where((scores < cut) & (k > 0), -torch.inf, scores)
 
 
-def _top_p(scores: Tensor, temperature: Tensor, top_p: Tensor) -> Tensor:
+def _top_p(scores: Tensor, top: Tensor, temperature: Tensor, top_p: Tensor, count: int) -> Tensor:
     """Remove, from the least likely up, what fits into a mass of 1 - top_p.
 
-    Looks at the likeliest tokens first, which nearly always decide; the whole row is sorted only
-    where the cut lies, or may lie, beyond them.
+    Looks at the `count` likeliest tokens first, which nearly always decide; the whole row is
+    sorted only where the cut lies, or may lie, beyond them.
     """
     width = scores.shape[-1]
-    count = min(width, TOP_P_CANDIDATES)
-    total = (scores / temperature).to(wide(scores.device)).logsumexp(-1, keepdim=True)
+    count = min(width, count)
+    weights = ((scores - top) / temperature).exp()
+    total = weights.sum(-1, keepdim=True, dtype=wide(scores.device))
     while True:
         best, ids = scores.topk(count, dim=-1)
         # Ascending by score and, among equals, by id.
@@ -216,10 +237,10 @@ def _top_p(scores: Tensor, temperature: Tensor, top_p: Tensor) -> Tensor:
         best, ids = best.gather(-1, order), ids.gather(-1, order)
         order = best.argsort(dim=-1, stable=True)
         best, ids = best.gather(-1, order), ids.gather(-1, order)
-        p = ((best / temperature).to(total.dtype) - total).exp()
+        p = weights.gather(-1, ids).to(total.dtype) / total
         # What lies below the candidates is the rest of the mass.
         below = (1 - p.sum(-1, keepdim=True)).clamp_min(0) if count < width else 0.0
-        keep = (below + p.cumsum(-1)) > (1 - top_p)
+        keep = below + p.cumsum(-1) > 1 - top_p
         keep[:, -1] = True
         # Decided: the least candidate is gone, and none of what stays ties with it, or it has no
         # probability left to give.

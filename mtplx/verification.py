@@ -6,11 +6,14 @@ when both are fed the same uniforms.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from mtplx.randomness import Purpose, uniforms
 from mtplx.shaping import wide
 
 
@@ -47,6 +50,31 @@ class Verdict:
     probability: Tensor
 
 
+def noise(
+    seeds: Sequence[int], lengths: Sequence[int], count: int, purpose: Purpose, device: torch.device
+) -> Tensor:
+    """Uniforms for the `count` positions that follow each sequence's pending token.
+
+    Args:
+        seeds: of B requests.
+        lengths: committed tokens of each; the pending token has this position, the first one
+            decided the next.
+        count: positions.
+        purpose: what the uniforms decide.
+        device: where they are wanted.
+    Returns:
+        [B, count] in the device's widest type.
+    """
+    positions = np.array(lengths, dtype=np.uint64)[:, None] + np.arange(
+        1, count + 1, dtype=np.uint64
+    )
+    u = uniforms(np.array(seeds, dtype=np.uint64)[:, None], positions, purpose)
+    if wide(device) == torch.float32:
+        # Cut to the 24 bits that fit, since rounding could make a 1 of them.
+        u = np.floor(u * 2.0**24) * 2.0**-24
+    return torch.from_numpy(u).to(wide(device)).to(device)
+
+
 def draw(probabilities: Tensor, uniforms: Tensor) -> Tensor:
     """One column of each row by inverting the cumulative sum; never one of probability 0.
 
@@ -63,9 +91,7 @@ def draw(probabilities: Tensor, uniforms: Tensor) -> Tensor:
     return torch.searchsorted(cumulative, u, right=True)[:, 0]
 
 
-def verify(
-    p: Tensor, draft: Draft, depths: Tensor, accept: Tensor, emit: Tensor
-) -> Verdict:
+def verify(p: Tensor, draft: Draft, depths: Tensor, accept: Tensor, emit: Tensor) -> Verdict:
     """Verify position by position (Leviathan et al. 2023; Chen et al. 2023).
 
     Args:
@@ -89,10 +115,7 @@ def verify(
     if depth:
         at = accepted.clamp_max(depth - 1)
         q = draft.q[every, at]
-        if draft.ids is None:
-            excess = last - q
-        else:
-            excess = last.index_add(1, draft.ids, -q)
+        excess = last - q if draft.ids is None else last.index_add(1, draft.ids, -q)
         excess = excess.clamp_min(0)
         # Nothing left means p = q up to rounding, where the target itself is the answer.
         rejected = (accepted < depths) & (excess.sum(-1) > 0)

@@ -33,10 +33,10 @@ def find_head(checkpoint: Checkpoint, trunk: Trunk, named: Path | None) -> Found
         head = load_head(directory, trunk.layers)
         notes = []
         made_for = head.config.verifier_name
-        if named is not None and made_for and made_for != checkpoint.name:
+        if named is not None and made_for and made_for not in (checkpoint.name, checkpoint.origin):
             notes.append(
-                f"the head was made for {made_for}; on {checkpoint.name} the output is as exact, "
-                "but fewer drafts may be accepted"
+                f"the head was made for {made_for}; if {checkpoint.name} is another model, the "
+                "output is as exact, but fewer drafts may be accepted"
             )
         return FoundHead(AttachedHead(head, trunk), head.config.depth, tuple(notes))
     native, remarks = load_native_head(checkpoint, trunk)

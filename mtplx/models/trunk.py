@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,10 +33,11 @@ class Trunk:
 
     Layer id i taps the stream after i decoder layers (0: the embedding's output), before the
     last norm. Models whose layers keep anything but keys and values are refused; a sliding
-    window becomes a limit on the context, within which the window changes nothing.
+    window, or a rotary embedding that changes with the length, becomes a limit on the context,
+    within which it changes nothing.
     """
 
-    def __init__(self, model: nn.Module, taps: Iterable[int] = ()) -> None:
+    def __init__(self, model: Any) -> None:
         self.model: Any = model
         self.config: Any = self.model.config.get_text_config()
         self.decoder: Any = self.model.get_decoder()
@@ -44,29 +45,21 @@ class Trunk:
         self.layers: int = self.config.num_hidden_layers
         self.hidden_size: int = self.config.hidden_size
         self.vocab_size: int = self.config.vocab_size
-        self.context = _context(self.config)
+        self.context = _context(self.model, self.config)
         self.dtype: torch.dtype = self.model.dtype
         self.device: torch.device = self.model.device
-        self._taps: tuple[int, ...] = ()
         self._seen: dict[int, Tensor] = {}
-        self._hooks: list[Any] = []
-        self.tap(taps)
+        self._hooked: set[int] = set()
 
-    def tap(self, layer_ids: Iterable[int]) -> None:
-        """Record the residual stream after these many layers in every pass from now on."""
-        for hook in self._hooks:
-            hook.remove()
-        self._taps = tuple(layer_ids)
-        self._hooks = []
-        for i in sorted(set(self._taps)):
-            module = self.embed if i == 0 else self.decoder.layers[i - 1]
-            self._hooks.append(module.register_forward_hook(self._recorder(i)))
+    def _hook(self, layer_id: int) -> None:
+        """Record the residual stream after this many layers in every pass from now on."""
 
-    def _recorder(self, layer_id: int) -> Any:
         def record(module: nn.Module, inputs: Any, output: Any) -> None:
             self._seen[layer_id] = output[0] if isinstance(output, tuple) else output
 
-        return record
+        module = self.embed if layer_id == 0 else self.decoder.layers[layer_id - 1]
+        module.register_forward_hook(record)
+        self._hooked.add(layer_id)
 
     def new_cache(self, capacity: int) -> SlotCache:
         """An empty cache whose slots hold `capacity` tokens each."""
@@ -74,25 +67,49 @@ class Trunk:
 
     @torch.inference_mode()
     def forward(
-        self, tokens: Tensor, span: Span, cache: SlotCache, with_logits: bool = True
+        self,
+        tokens: Tensor,
+        span: Span,
+        cache: SlotCache,
+        taps: Sequence[int] = (),
+        with_logits: bool = True,
     ) -> TrunkOutput:
-        """Run [B, T] tokens at the span's positions, writing them into the cache."""
+        """Run tokens [B, T] at the span's positions, writing them into the cache.
+
+        Args:
+            tokens: [B, T] int64.
+            span: where they stand.
+            cache: of the batch.
+            taps: layers whose residual streams are wanted.
+            with_logits: whether next-token logits are.
+        """
         cache.span = span
         return self._run(
+            taps,
             with_logits,
             input_ids=tokens,
-            attention_mask=span.mask,
-            position_ids=span.positions,
+            attention_mask=self._mask(span),
+            # Past the context lies only the padding of other rows' longer drafts.
+            position_ids=span.positions.clamp_max(self.context - 1),
             cache=cache,
             use_cache=True,
         )
 
     @torch.inference_mode()
-    def read(self, tokens: Tensor) -> TrunkOutput:
+    def read(self, tokens: Tensor, taps: Sequence[int] = ()) -> TrunkOutput:
         """One causal pass over whole texts [B, T], padded on the right; no cache, no logits."""
-        return self._run(False, input_ids=tokens, use_cache=False)
+        return self._run(taps, False, input_ids=tokens, use_cache=False)
 
-    def _run(self, with_logits: bool, **inputs: Any) -> TrunkOutput:
+    def _mask(self, span: Span) -> Tensor:
+        if self.config._attn_implementation != "eager":
+            return span.mask
+        # Models without a fused attention add their mask to the scores.
+        hidden = torch.finfo(self.dtype).min
+        return torch.zeros_like(span.mask, dtype=self.dtype).masked_fill(~span.mask, hidden)
+
+    def _run(self, taps: Sequence[int], with_logits: bool, **inputs: Any) -> TrunkOutput:
+        for layer_id in set(taps) - self._hooked:
+            self._hook(layer_id)
         captured: list[Tensor] = []
         hook = self.decoder.register_forward_hook(
             lambda module, inputs, output: captured.append(output.last_hidden_state)
@@ -101,19 +118,19 @@ class Trunk:
             output = (self.model if with_logits else self.decoder)(**inputs)
         finally:
             hook.remove()
-        aux = torch.cat([self._seen[i] for i in self._taps], dim=-1) if self._taps else None
+        aux = torch.cat([self._seen[i] for i in taps], dim=-1) if taps else None
         self._seen.clear()
         return TrunkOutput(captured[0], aux, output.logits if with_logits else None)
 
 
-def _context(config: Any) -> int:
+def _context(model: Any, config: Any) -> int:
     """Positions the trunk can hold here; refuses what slots cannot roll back yet."""
     kinds = set(getattr(config, "layer_types", None) or ())
     unknown = kinds - {"full_attention", "sliding_attention", "chunked_attention"}
-    if unknown:
+    if unknown or model._is_stateful:
         raise MtplxError(
-            f"model type {config.model_type!r} has layers of kind {', '.join(sorted(unknown))}; "
-            "only attention layers can be run so far"
+            f"model type {config.model_type!r} has layers of kind "
+            f"{', '.join(sorted(unknown)) or 'recurrent'}; only attention layers can be run so far"
         )
     context = int(getattr(config, "max_position_embeddings", None) or 2048)
     # Some configs carry a window that they do not use, and say so.
@@ -121,4 +138,10 @@ def _context(config: Any) -> int:
         context = min(context, int(getattr(config, "sliding_window", None) or context))
     if "chunked_attention" in kinds:
         context = min(context, int(getattr(config, "attention_chunk_size", None) or context))
+    # These frequencies change for all of a text, and all of a batch, once one position passes
+    # the length of pretraining; what the cache holds would not.
+    rope = getattr(config, "rope_parameters", None) or {}
+    for parameters in (rope, *rope.values()):
+        if isinstance(parameters, dict) and parameters.get("rope_type") == "longrope":
+            context = min(context, int(parameters["original_max_position_embeddings"]))
     return context

@@ -1,0 +1,164 @@
+"""The trunk over slots: transformers' own numbers, or a clear refusal."""
+
+import pytest
+import tiny
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from mtplx.errors import MtplxError
+from mtplx.models.slots import Span
+from mtplx.models.trunk import Trunk
+
+
+def model(model_type, **settings):
+    """A random model of a few thousand parameters."""
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 13,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 4,
+        "max_position_embeddings": 64,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    config = AutoConfig.for_model(model_type, **sizes | settings)
+    return AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+
+
+def read_in_passes(trunk, tokens, lengths, width, taps=()):
+    """Rows of different lengths, `width` more tokens each in a second pass."""
+    cache = trunk.new_cache(tokens.shape[1] + width)
+    longest = max(lengths)
+    start = Span.after([0] * len(lengths), longest, trunk.device)
+    trunk.forward(tokens[:, :longest], start, cache, with_logits=False)
+    span = Span.after(lengths, width, trunk.device)
+    return trunk.forward(tokens.gather(1, span.positions), span, cache, taps)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "mistral", "gemma3_text"])
+def test_rows_of_any_length_get_the_models_own_logits(model_type, attention):
+    trunk = Trunk(model(model_type, attn_implementation=attention))
+    assert trunk.config._attn_implementation == attention
+    lengths, width = [7, 1, 4], 3
+    tokens = torch.randint(13, (3, 10), generator=torch.Generator().manual_seed(1))
+    output = read_in_passes(trunk, tokens, lengths, width, taps=(0, 1, 2))
+    with torch.inference_mode():
+        for b, length in enumerate(lengths):
+            whole = trunk.model(tokens[b : b + 1, : length + width], output_hidden_states=True)
+            torch.testing.assert_close(
+                output.logits[b], whole.logits[0, length:], rtol=1e-4, atol=1e-5
+            )
+            # transformers puts the last norm over its last state; the taps come before that.
+            torch.testing.assert_close(
+                output.aux[b, :, : 2 * 16],
+                torch.cat(whole.hidden_states[:2], -1)[0, length:],
+                rtol=1e-4,
+                atol=1e-5,
+            )
+            torch.testing.assert_close(
+                output.hidden[b], whole.hidden_states[-1][0, length:], rtol=1e-4, atol=1e-5
+            )
+            torch.testing.assert_close(
+                trunk.decoder.norm(output.aux[b, :, 2 * 16 :]),
+                output.hidden[b],
+                rtol=1e-4,
+                atol=1e-5,
+            )
+
+
+def test_read_is_a_pass_over_whole_texts():
+    trunk = tiny.llama(13)
+    tokens = torch.randint(13, (2, 6), generator=torch.Generator().manual_seed(1))
+    read = trunk.read(tokens, (1, 0))
+    whole = trunk.model(tokens, output_hidden_states=True)
+    assert read.logits is None
+    torch.testing.assert_close(read.hidden, whole.hidden_states[-1])
+    torch.testing.assert_close(read.aux, torch.cat([whole.hidden_states[i] for i in (1, 0)], -1))
+    assert trunk.read(tokens).aux is None
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "context"),
+    [
+        ("llama", {}, 64),
+        ("mistral", {"sliding_window": 20}, 20),
+        ("mistral", {"sliding_window": None}, 64),
+        ("mistral", {"sliding_window": 100}, 64),
+        ("qwen2", {"sliding_window": 20, "use_sliding_window": False}, 64),
+        ("qwen2", {"sliding_window": 20, "use_sliding_window": True, "max_window_layers": 1}, 20),
+        (
+            "gemma3_text",
+            {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]},
+            24,
+        ),
+        (
+            "phi3",
+            {
+                "original_max_position_embeddings": 32,
+                "rope_parameters": {
+                    "rope_type": "longrope",
+                    "rope_theta": 10000.0,
+                    "short_factor": [1.0, 1.0],
+                    "long_factor": [2.0, 3.0],
+                    "original_max_position_embeddings": 32,
+                },
+            },
+            32,
+        ),
+    ],
+)
+def test_what_changes_with_the_length_limits_the_context(model_type, settings, context):
+    assert Trunk(model(model_type, **settings)).context == context
+
+
+def test_within_its_window_a_sliding_model_is_itself():
+    trunk = Trunk(model("mistral", sliding_window=8))
+    tokens = torch.randint(13, (1, 8), generator=torch.Generator().manual_seed(1))
+    output = read_in_passes(trunk, tokens, [5], 3)
+    whole = trunk.model(tokens).logits
+    torch.testing.assert_close(output.logits[0], whole[0, 5:], rtol=1e-4, atol=1e-5)
+
+
+def test_positions_past_the_context_do_not_reach_the_model():
+    """A dynamic rotary embedding would change for the whole batch."""
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    trunk = Trunk(model("llama", max_position_embeddings=8, rope_parameters=rope))
+    tokens = torch.randint(13, (2, 12), generator=torch.Generator().manual_seed(1))
+    output = read_in_passes(trunk, tokens, [2, 7], 4)
+    whole = trunk.model(tokens[:1, :6]).logits
+    torch.testing.assert_close(output.logits[0], whole[0, 2:], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "kind"),
+    [
+        (
+            "qwen3_next",
+            {
+                "num_experts": 2,
+                "num_experts_per_tok": 1,
+                "moe_intermediate_size": 8,
+                "shared_expert_intermediate_size": 8,
+                "linear_num_key_heads": 1,
+                "linear_num_value_heads": 2,
+                "linear_key_head_dim": 4,
+                "linear_value_head_dim": 4,
+                "layer_types": ["linear_attention", "full_attention"],
+            },
+            "linear_attention",
+        ),
+        ("mamba", {"state_size": 4}, "linear_attention"),
+        ("rwkv", {"attention_hidden_size": 16}, "recurrent"),
+    ],
+)
+def test_layers_that_keep_other_states_are_refused(model_type, settings, kind):
+    with pytest.raises(
+        MtplxError, match=f"model type '{model_type}' has layers of kind {kind}; only attention"
+    ):
+        Trunk(model(model_type, **settings))

@@ -1,0 +1,348 @@
+"""The sampler's settings in torch, held to the law row by row."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mtplx import shaping
+from mtplx.errors import MtplxError
+from mtplx.sampling import SamplerConfig, distribution_from_logits
+from mtplx.shaping import TOP_P_CANDIDATES, History, Shaper
+
+CPU = torch.device("cpu")
+
+SETTINGS = {
+    "plain": SamplerConfig(),
+    "greedy": SamplerConfig(temperature=0),
+    "hot": SamplerConfig(temperature=3.5),
+    "cold": SamplerConfig(temperature=0.05),
+    "nearly greedy": SamplerConfig(temperature=1e-30, top_p=0.9, top_k=5, min_p=0.1),
+    "one token": SamplerConfig(top_k=1),
+    "top-k": SamplerConfig(temperature=0.7, top_k=5),
+    "all of top-k": SamplerConfig(top_k=10**6),
+    "top-p": SamplerConfig(top_p=0.8),
+    "least top-p": SamplerConfig(top_p=0.0),
+    "top-k and top-p": SamplerConfig(temperature=0.6, top_k=20, top_p=0.95),
+    "min-p": SamplerConfig(temperature=1.5, min_p=0.1),
+    "all filters": SamplerConfig(temperature=1.2, top_k=30, top_p=0.9, min_p=0.05),
+    "greedy with filters": SamplerConfig(temperature=0, top_k=3, top_p=0.5, min_p=0.5),
+    "bias": SamplerConfig(logit_bias={0: 2.5, 3: -np.inf, 5: -1.0}, top_p=0.9),
+    "repetition": SamplerConfig(repetition_penalty=1.3),
+    "presence": SamplerConfig(presence_penalty=0.7, top_k=8),
+    "frequency": SamplerConfig(frequency_penalty=-0.4),
+    "everything": SamplerConfig(
+        temperature=0.8,
+        top_k=12,
+        top_p=0.9,
+        min_p=0.02,
+        repetition_penalty=0.8,
+        presence_penalty=0.5,
+        frequency_penalty=0.3,
+        logit_bias={1: 1.5, 2: -np.inf},
+    ),
+    "greedy with penalties": SamplerConfig(
+        temperature=0, repetition_penalty=2.0, frequency_penalty=1.0, logit_bias={4: 3.0}
+    ),
+}
+every_setting = pytest.mark.parametrize("config", SETTINGS.values(), ids=SETTINGS.keys())
+
+
+def history_of(prompts, outputs, vocab):
+    history = History.of(prompts, vocab, CPU)
+    history.emit(outputs)
+    return history
+
+
+def shape(logits, configs, prompts=None, outputs=None, ids=None, vocab=None):
+    vocab = vocab or logits.shape[-1]
+    shaper = Shaper(configs, vocab, CPU)
+    history = None
+    if shaper.uses_history:
+        history = history_of(prompts or [()] * len(configs), outputs or [()] * len(configs), vocab)
+    return shaper(torch.as_tensor(logits, dtype=torch.float32), history, ids).numpy()
+
+
+def law(row, config, prompt=(), output=()):
+    row = np.asarray(row, dtype=np.float32)
+    return distribution_from_logits(row, config, prompt_ids=prompt, output_ids=output)
+
+
+def assert_same(got, expected):
+    assert got.dtype == np.float32
+    # The same tokens stay; what float32 cannot hold apart from 0 may go.
+    assert not got[expected == 0].any()
+    assert got[expected > 1e-30].all()
+    np.testing.assert_allclose(got, expected, rtol=2e-5, atol=1e-30)
+
+
+@every_setting
+@pytest.mark.parametrize("vocab", [6, 50])
+def test_a_row_follows_the_law(config, vocab):
+    rng = np.random.default_rng(vocab)
+    for scale in (0.3, 4.0):
+        logits = rng.normal(size=(8, vocab)) * scale
+        logits[3, rng.integers(vocab, size=vocab // 2)] = -np.inf
+        prompts = rng.integers(vocab, size=(8, 4)).tolist()
+        outputs = [rng.integers(vocab, size=n).tolist() for n in range(8)]
+        got = shape(logits, [config] * 8, prompts, outputs)
+        for b in range(8):
+            assert_same(got[b], law(logits[b], config, prompts[b], outputs[b]))
+
+
+def test_rows_have_settings_of_their_own():
+    rng = np.random.default_rng(0)
+    configs = [config for config in SETTINGS.values() for _ in range(2)]
+    rng.shuffle(configs)
+    logits = rng.normal(size=(len(configs), 40)) * 3
+    prompts = rng.integers(40, size=(len(configs), 5)).tolist()
+    outputs = rng.integers(40, size=(len(configs), 5)).tolist()
+    got = shape(logits, configs, prompts, outputs)
+    for b, config in enumerate(configs):
+        assert_same(got[b], law(logits[b], config, prompts[b], outputs[b]))
+    # And keep them when others leave.
+    rows = [5, 2, 31, 8]
+    shaper = Shaper(configs, 40, CPU).keep_rows(rows)
+    history = history_of(prompts, outputs, 40)
+    history.keep_rows(torch.tensor(rows))
+    kept = shaper(torch.tensor(logits[rows], dtype=torch.float32), history)
+    np.testing.assert_array_equal(kept.numpy(), got[rows])
+
+
+@st.composite
+def tied_rows(draw):
+    """Logits of few values, so that ties meet every threshold."""
+    width = draw(st.integers(1, 12))
+    value = st.sampled_from([-np.inf, -2.0, -0.0, 0.0, 1.0, 3.0])
+    rows = draw(st.lists(st.lists(value, min_size=width, max_size=width), min_size=1, max_size=4))
+    for row in rows:
+        if max(row) == -np.inf:
+            row[draw(st.integers(0, width - 1))] = 0.0
+    return np.array(rows)
+
+
+@st.composite
+def configs(draw):
+    return SamplerConfig(
+        temperature=draw(st.sampled_from([0.0, 0.5, 1.0, 2.0])),
+        top_k=draw(st.integers(0, 13)),
+        top_p=draw(st.sampled_from([0.0, 0.1, 0.3, 0.5, 0.75, 0.9, 1.0])),
+        min_p=draw(st.sampled_from([0.0, 0.05, 0.3, 1.0])),
+    )
+
+
+@given(tied_rows(), st.lists(configs(), min_size=4, max_size=4))
+def test_ties_fall_as_in_the_law(rows, settings):
+    got = shape(rows, settings[: len(rows)])
+    for row, config, shaped in zip(rows, settings, got, strict=False):
+        assert_same(shaped, law(row, config))
+
+
+@pytest.mark.parametrize("count", [2, 3, 7, 10, 20, 2000])
+@pytest.mark.parametrize("top_p", [0.05, 0.1, 0.5, 0.7, 0.9, 0.95])
+def test_the_edge_of_the_nucleus_falls_as_in_the_law(count, top_p):
+    # All equal: the mass removed meets 1 - top_p on the nose, or misses it by a rounding.
+    logits = np.zeros((1, count))
+    config = SamplerConfig(top_p=top_p)
+    assert_same(shape(logits, [config])[0], law(logits[0], config))
+
+
+def test_greedy_gives_a_tie_to_the_lowest_id():
+    logits = np.array([[1.0, 3.0, 3.0, 3.0], [2.0, 2.0, 2.0, 2.0], [-np.inf, -5.0, -np.inf, -5.0]])
+    got = shape(logits, [SamplerConfig(temperature=0)] * 3)
+    assert got.argmax(-1).tolist() == [1, 0, 1]
+    assert got.sum() == 3
+
+
+# --- Top-p over more tokens than it looks at first ------------------------------------------------
+
+
+class Counted:
+    """torch.Tensor.topk, with the number of tokens it was asked for."""
+
+    def __init__(self, monkeypatch):
+        self.asked = []
+        original = torch.Tensor.topk
+
+        def topk(tensor, k, **keywords):
+            self.asked.append(k)
+            return original(tensor, k, **keywords)
+
+        monkeypatch.setattr(torch.Tensor, "topk", topk)
+
+
+VOCAB = 3 * TOP_P_CANDIDATES
+
+
+@pytest.mark.parametrize(
+    ("scale", "top_p", "sorted_whole"),
+    [
+        (6.0, 0.9, False),  # peaked: a few tokens hold the mass
+        (0.01, 0.9, True),  # flat: the cut lies far beyond the candidates
+        (0.01, 0.1, False),  # flat, but a small nucleus
+        (0.0, 0.1, True),  # all equal: the candidates cannot say which of them stay
+        (0.0, 0.9, True),
+    ],
+)
+def test_top_p_sorts_a_whole_row_only_where_it_must(monkeypatch, scale, top_p, sorted_whole):
+    logits = np.random.default_rng(1).normal(size=(2, VOCAB)) * scale
+    config = SamplerConfig(temperature=1.0, top_p=top_p)
+    counted = Counted(monkeypatch)
+    got = shape(logits, [config] * 2)
+    assert counted.asked == [TOP_P_CANDIDATES] + [VOCAB] * sorted_whole
+    for row, shaped in zip(logits, got, strict=True):
+        assert_same(shaped, law(row, config))
+
+
+def test_one_flat_row_does_not_disturb_the_others(monkeypatch):
+    rng = np.random.default_rng(2)
+    logits = rng.normal(size=(4, VOCAB)) * np.array([[6.0], [0.01], [6.0], [0.01]])
+    settings = [
+        SamplerConfig(top_p=0.9),
+        SamplerConfig(top_p=0.8, min_p=0.5),
+        SamplerConfig(top_k=40, top_p=0.7),
+        SamplerConfig(),
+    ]
+    counted = Counted(monkeypatch)
+    got = shape(logits, settings)
+    assert VOCAB in counted.asked
+    for row, config, shaped in zip(logits, settings, got, strict=True):
+        assert_same(shaped, law(row, config))
+    # A flat row without top-p is no reason to sort.
+    counted.asked.clear()
+    shape(logits[[0, 3]], [settings[0], settings[3]])
+    assert counted.asked == [TOP_P_CANDIDATES]
+
+
+def test_after_top_k_few_candidates_are_looked_at(monkeypatch):
+    logits = np.random.default_rng(3).normal(size=(2, VOCAB)).round(4)
+    settings = [SamplerConfig(top_k=20, top_p=0.95), SamplerConfig(top_k=50, top_p=0.5)]
+    counted = Counted(monkeypatch)
+    got = shape(logits, settings)
+    assert max(counted.asked) <= 51
+    for row, config, shaped in zip(logits, settings, got, strict=True):
+        assert_same(shaped, law(row, config))
+    # Unless more tokens tie with the k-th than were looked at.
+    tied = np.where(np.arange(VOCAB) % 2, 1.0, 0.0)[None]
+    assert_same(shape(tied, settings[:1])[0], law(tied[0], settings[0]))
+    assert VOCAB in counted.asked
+
+
+@given(st.integers(1, 6), tied_rows(), st.lists(configs(), min_size=4, max_size=4))
+def test_how_many_candidates_there_are_changes_nothing(candidates, rows, settings):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shaping, "TOP_P_CANDIDATES", candidates)
+        got = shape(rows, settings[: len(rows)])
+    for row, config, shaped in zip(rows, settings, got, strict=False):
+        assert_same(shaped, law(row, config))
+
+
+# --- Reduced vocabularies -------------------------------------------------------------------------
+
+
+@every_setting
+def test_some_columns_are_shaped_as_a_vocabulary_of_their_own(config):
+    rng = np.random.default_rng(4)
+    ids = np.array([0, 1, 4, 5, 9, 17, 30, 31])
+    logits = rng.normal(size=(5, 8)) * 3
+    prompts = rng.integers(32, size=(5, 9)).tolist()
+    outputs = rng.integers(32, size=(5, 9)).tolist()
+    got = shape(logits, [config] * 5, prompts, outputs, torch.tensor(ids), vocab=32)
+    column = {int(token): i for i, token in enumerate(ids)}
+
+    def reduced(tokens):
+        return [column[t] for t in tokens if t in column]
+
+    bias = {column[t]: b for t, b in config.logit_bias if t in column}
+    small = dataclasses.replace(config, logit_bias=bias)
+    for b in range(5):
+        assert_same(got[b], law(logits[b], small, reduced(prompts[b]), reduced(outputs[b])))
+
+
+def test_a_draft_may_come_from_where_the_bias_allows_nothing():
+    """The target forbids it, so that it is rejected; there is no reason to stop."""
+    forbidden = SamplerConfig(logit_bias={0: -np.inf, 2: -np.inf}, top_p=0.9)
+    logits = np.array([[1.0, 2.0], [1.0, 2.0]])
+    ids = torch.tensor([0, 2])
+    got = shape(logits, [forbidden, SamplerConfig()], ids=ids, vocab=4)
+    assert_same(got[0], law(logits[0], SamplerConfig(top_p=0.9)))
+    assert_same(got[1], law(logits[1], SamplerConfig()))
+    with pytest.raises(MtplxError, match="row 0 has nothing but -inf"):
+        shape(np.array([[1.0, -np.inf, 2.0]]), [forbidden])
+
+
+# --- Histories ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["repetition", "presence", "frequency", "everything"])
+def test_penalties_grow_along_a_draft(name):
+    config, rng = SETTINGS[name], np.random.default_rng(5)
+    batch, depth, vocab = 3, 4, 9
+    logits = rng.normal(size=(batch, depth + 1, vocab)) * 2
+    prompts = [[1, 2, 2], [0], [8, 8, 8, 3]]
+    outputs = [[], [4, 4, 1], [2]]
+    draft = rng.integers(4, size=(batch, depth))  # few tokens: they repeat
+    history = history_of(prompts, outputs, vocab).after(torch.tensor(draft))
+    shaper = Shaper([config] * batch, vocab, CPU)
+    got = shaper(torch.tensor(logits, dtype=torch.float32).flatten(0, 1), history).numpy()
+    for b in range(batch):
+        for i in range(depth + 1):
+            grown = [*outputs[b], *draft[b, :i].tolist()]
+            expected = law(logits[b, i], config, prompts[b], grown)
+            assert_same(got[b * (depth + 1) + i], expected)
+
+
+def test_history_counts_what_is_emitted():
+    history = history_of([[1, 1], [0, 3]], [[2, 2, 0], []], 4)
+    history.emit([[2], [3, 3]])
+    assert history.prompt.tolist() == [[False, True, False, False], [True, False, False, True]]
+    assert history.output.tolist() == [[1, 0, 3, 0], [0, 0, 0, 2]]
+    # Looking ahead changes nothing.
+    ahead = history.after_tokens(torch.tensor([[1, 1], [2, 1]]))
+    assert ahead.output.tolist() == [[1, 2, 3, 0], [0, 1, 1, 2]]
+    steps = history.after(torch.tensor([[1, 1], [2, 1]])).output.tolist()
+    assert steps == [
+        [1, 0, 3, 0],
+        [1, 1, 3, 0],
+        [1, 2, 3, 0],
+        [0, 0, 0, 2],
+        [0, 0, 1, 2],
+        [0, 1, 1, 2],
+    ]
+    assert history.output.tolist() == [[1, 0, 3, 0], [0, 0, 0, 2]]
+    history.keep_rows(torch.tensor([1]))
+    assert history.output.tolist() == [[0, 0, 0, 2]]
+    history.emit([[]])
+    assert history.output.tolist() == [[0, 0, 0, 2]]
+
+
+# --- Errors and types -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", [SamplerConfig(), SamplerConfig(temperature=0)])
+@pytest.mark.parametrize(("value", "says"), [(np.nan, "row 1 has nan"), (np.inf, "row 1 has inf")])
+def test_logits_that_no_softmax_takes_are_named(config, value, says):
+    logits = np.zeros((3, 5))
+    logits[1, 2] = value
+    with pytest.raises(MtplxError, match=says):
+        shape(logits, [config] * 3)
+    logits[1] = -np.inf
+    with pytest.raises(MtplxError, match="row 1 has nothing but -inf"):
+        shape(logits, [config] * 3)
+
+
+def test_a_bias_outside_the_vocabulary_is_named():
+    with pytest.raises(MtplxError, match=r"logit_bias names token 5; the model has 5 tokens"):
+        Shaper([SamplerConfig(), SamplerConfig(logit_bias={5: 1.0})], 5, CPU)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_logits_of_any_float_type_are_shaped_in_float32(dtype):
+    logits = torch.randn(3, 20, generator=torch.Generator().manual_seed(0)).to(dtype)
+    config = SamplerConfig(temperature=0.7, top_p=0.9, min_p=0.01)
+    got = Shaper([config] * 3, 20, CPU)(logits, None)
+    for row, shaped in zip(logits, got, strict=True):
+        assert_same(shaped.numpy(), law(row.double().numpy(), config))
