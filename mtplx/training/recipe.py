@@ -90,7 +90,7 @@ def train_head(
         trunk.vocab_size,
         list(llm.defaults.eos_token_ids),
     )
-    head = initial_head(trunk, config, torch.from_numpy(vocabulary), llm.name)
+    head = initial_head(trunk, config, torch.from_numpy(vocabulary), llm.origin)
     trainer = Trainer(head, states, training, config, directory)
     if resume:
         trainer.resume()

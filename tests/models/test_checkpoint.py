@@ -499,3 +499,13 @@ def test_the_built_in_model_and_its_head(monkeypatch, tmp_path, connections):
     assert model.dtype == torch.bfloat16
     assert load_tokenizer(found).eos_token_id == 2
     assert connections == []
+
+
+def test_a_head_is_a_directory_or_a_hub_id(tmp_path, monkeypatch):
+    assert checkpoint.locate_head(tmp_path) == tmp_path
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: str(tmp_path / "hub"))
+    assert checkpoint.locate_head("someone/head") == tmp_path / "hub"
+    (tmp_path / "file").touch()
+    for wrong in (tmp_path / "gone", str(tmp_path / "file"), "./gone/head", "plainword"):
+        with pytest.raises(MtplxError, match="no head there"):
+            checkpoint.locate_head(wrong)

@@ -1,0 +1,128 @@
+"""`mtplx generate`: one prompt, one answer."""
+
+from __future__ import annotations
+
+import json as json_format
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mtplx.cli import options, show
+
+if TYPE_CHECKING:
+    from mtplx.llm import Piece, Result
+
+WARM_UP_TOKENS = 8
+
+
+def generate(
+    prompt: Annotated[
+        str | None, typer.Argument(help="The prompt; stdin if it is missing or -.")
+    ] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            "--file", "-f", exists=True, dir_okay=False, readable=True, help="Read the prompt here."
+        ),
+    ] = None,
+    model: options.Model = options.DEFAULT_MODEL,
+    head: options.Head = None,
+    depth: options.Depth = None,
+    max_tokens: options.MaxTokens = 256,
+    temperature: options.Temperature = None,
+    top_p: options.TopP = None,
+    top_k: options.TopK = None,
+    min_p: options.MinP = None,
+    repetition_penalty: options.RepetitionPenalty = None,
+    seed: options.Seed = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the prompt as it is, without chat template.")
+    ] = False,
+    dtype: options.Dtype = None,
+    device: options.Device = None,
+    json: options.Json = False,
+    stats: Annotated[
+        bool | None,
+        typer.Option(
+            "--stats/--no-stats",
+            help="Print a table on stderr. On a terminal it is, if not told otherwise.",
+            show_default=False,
+        ),
+    ] = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Run without drafting too, and show both speeds.")
+    ] = False,
+) -> None:
+    """Write the answer to a prompt, as it comes."""
+    given = options.given_sampling(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+    )
+    text = options.read_prompt(prompt, file)
+    llm = options.load_llm(model, head, dtype, device)
+    sampling = options.sampling_for(llm, given)
+    depth = llm.depth if depth is None else depth
+
+    def run(depth: int, write: Callable[[str], None], tokens: int = max_tokens) -> Result:
+        pieces = llm.stream(text, max_tokens=tokens, depth=depth, sampling=sampling, raw=raw)
+        return _collect(pieces, write)
+
+    if compare:
+        # What runs first would pay for the memory and threads that the other one finds ready.
+        run(depth, _silent, min(max_tokens, WARM_UP_TOKENS))
+    result = run(depth, _silent if json else _to_stdout)
+    plain = None
+    if compare and depth:
+        if not json:
+            _to_stdout("\n")
+        sampling = result.sampling
+        plain = run(0, _silent)
+
+    if json:
+        answer = {
+            "model": llm.name,
+            "text": result.text,
+            "token_ids": result.token_ids,
+            "finish_reason": result.finish_reason,
+            "depth": depth,
+            "sampling": show.sampling_settings(result.sampling),
+            "stats": result.stats.to_dict(),
+        }
+        if plain is not None:
+            answer["stats_without_drafting"] = plain.stats.to_dict()
+        print(json_format.dumps(answer, ensure_ascii=False))
+    elif plain is None:
+        _to_stdout("\n")
+    if stats is None:
+        stats = compare or (sys.stderr.isatty() and not json)
+    if stats:
+        plain_stats = None if plain is None else plain.stats
+        show.print_stats(llm, depth, result.sampling, result.stats, plain_stats)
+
+
+def _collect(pieces: Iterable[Piece], write: Callable[[str], None]) -> Result:
+    """Pass a stream's text on as it comes, and put the whole together."""
+    from mtplx.llm import Result
+
+    texts, tokens, last = [], [], None
+    for last in pieces:
+        write(last.text)
+        texts.append(last.text)
+        tokens += last.token_ids
+    assert last is not None and last.finish_reason is not None
+    return Result("".join(texts), tokens, last.finish_reason, last.sampling, last.stats)
+
+
+def _to_stdout(text: str) -> None:
+    print(text, end="", flush=True)
+
+
+def _silent(text: str) -> None:
+    pass

@@ -1,0 +1,146 @@
+"""The options that commands share, and what they mean together."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from mtplx.cli import show
+from mtplx.errors import MtplxError
+from mtplx.sampling import SamplerConfig
+
+if TYPE_CHECKING:
+    from mtplx.llm import LLM
+
+DEFAULT_MODEL = "smollm2-135m"
+_SAMPLING = "Sampling (the checkpoint's own settings where not given)"
+
+Model = Annotated[
+    str,
+    typer.Option(
+        "--model",
+        "-m",
+        metavar="MODEL",
+        help="A built-in name, a directory in Hugging Face layout, a .gguf file or a hub id.",
+    ),
+]
+Head = Annotated[
+    str | None,
+    typer.Option(
+        "--head",
+        metavar="HEAD",
+        help="An attached head instead of the model's own: a directory or a hub id.",
+    ),
+]
+Depth = Annotated[
+    int | None,
+    typer.Option(
+        "--depth",
+        "-k",
+        min=0,
+        metavar="N",
+        help="Tokens drafted per cycle; 0 for none. What the head recommends if not given.",
+    ),
+]
+MaxTokens = Annotated[
+    int, typer.Option("--max-tokens", "-n", min=1, metavar="N", help="Most tokens to write.")
+]
+Temperature = Annotated[
+    float | None,
+    typer.Option(metavar="T", help="0 is greedy.", rich_help_panel=_SAMPLING),
+]
+TopP = Annotated[
+    float | None,
+    typer.Option(
+        metavar="P", help="Keep the likeliest tokens that reach P.", rich_help_panel=_SAMPLING
+    ),
+]
+TopK = Annotated[
+    int | None,
+    typer.Option(
+        metavar="K", help="Keep the K likeliest tokens; 0 is off.", rich_help_panel=_SAMPLING
+    ),
+]
+MinP = Annotated[
+    float | None,
+    typer.Option(
+        metavar="P",
+        help="Drop tokens less likely than P times the likeliest.",
+        rich_help_panel=_SAMPLING,
+    ),
+]
+RepetitionPenalty = Annotated[
+    float | None,
+    typer.Option(
+        metavar="R", help="Above 1, tokens seen before get less.", rich_help_panel=_SAMPLING
+    ),
+]
+Seed = Annotated[
+    int | None,
+    typer.Option(
+        metavar="S", help="The same seed writes the same text.", rich_help_panel=_SAMPLING
+    ),
+]
+Dtype = Annotated[
+    Literal["bfloat16", "float32", "float16"] | None,
+    typer.Option(help="Of the weights. bfloat16 where the device computes in it, else float32."),
+]
+Device = Annotated[
+    str | None, typer.Option(metavar="DEVICE", help="cpu, cuda, mps, … The best one if not given.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+def given_sampling(**settings: float | int | None) -> dict[str, Any]:
+    """The settings that were given on the command line, checked before anything is loaded."""
+    given = {name: value for name, value in settings.items() if value is not None}
+    try:
+        SamplerConfig(**given)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    return given
+
+
+def sampling_for(llm: LLM, given: dict[str, Any]) -> SamplerConfig:
+    """The checkpoint's own settings, with those given on the command line over them."""
+    try:
+        return replace(llm.default_sampling, **given)
+    except ValueError as error:
+        raise MtplxError(f"{llm.name}: its own sampling settings are unusable: {error}") from None
+
+
+def load_llm(model: str, head: str | None, dtype: str | None, device: str | None) -> LLM:
+    """Load a model, and pass on what it has to note."""
+    with show.waiting(f"loading {model} …"):
+        # Here, not above: this import takes seconds.
+        from mtplx.llm import load
+
+        llm = load(model, head=head, dtype=dtype, device=device)
+    for note in llm.notes:
+        print(f"note: {note}", file=sys.stderr)
+    return llm
+
+
+def read_prompt(prompt: str | None, file: Path | None) -> str:
+    """The prompt from the argument, a file or stdin, without a last newline from the latter two."""
+    if prompt is not None and file is not None:
+        raise typer.BadParameter("give a PROMPT or --file, not both")
+    try:
+        if file is not None:
+            text = file.read_text(encoding="utf-8").removesuffix("\n")
+        elif prompt not in (None, "-"):
+            text = str(prompt)
+            text.encode()
+        elif prompt is None and sys.stdin.isatty():
+            raise typer.BadParameter("no prompt: give a PROMPT, --file or something on stdin")
+        else:
+            text = sys.stdin.buffer.read().decode().removesuffix("\n")
+    except UnicodeError:
+        raise typer.BadParameter("the prompt is not UTF-8 text") from None
+    if not text:
+        raise typer.BadParameter("the prompt is empty")
+    return text

@@ -1,0 +1,335 @@
+"""The public face: a loaded model that generates text."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from mtplx.drafters.find import find_head
+from mtplx.drafters.mtp import Head
+from mtplx.engine.decoding import Batch, Burst
+from mtplx.engine.request import FinishReason, Request, Stats
+from mtplx.errors import MtplxError
+from mtplx.models.checkpoint import (
+    Checkpoint,
+    GenerationDefaults,
+    generation_defaults,
+    load_model,
+    load_tokenizer,
+    locate,
+    locate_head,
+)
+from mtplx.models.trunk import Trunk
+from mtplx.randomness import fresh_seed
+from mtplx.sampling import SamplerConfig
+from mtplx.text.detokenizer import Detokenizer
+
+DEFAULT_MODEL = "smollm2-135m"
+DEFAULT_MAX_TOKENS = 256
+
+Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
+"""Text, chat messages, or token ids."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished generation.
+
+    Attributes:
+        text: what the model wrote, special tokens left out.
+        token_ids: all emitted tokens, a final end-of-text token included.
+        finish_reason: `stop` at an end-of-text or stop token, `length` at the budget's or the
+            context's end.
+        sampling: the settings used, with the seed that was drawn if none was given.
+        stats: telemetry.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    sampling: SamplerConfig
+    stats: Stats
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one cycle added to a stream.
+
+    Attributes:
+        text: new text; may be empty while a character is unfinished.
+        token_ids: the cycle's tokens.
+        drafted: how many of them, from the first on, came from the head.
+        finish_reason: on the last piece, else None.
+        sampling: the settings used.
+        stats: telemetry so far.
+    """
+
+    text: str
+    token_ids: list[int]
+    drafted: int
+    finish_reason: FinishReason | None
+    sampling: SamplerConfig
+    stats: Stats
+
+
+class LLM:
+    """A trunk, its head if it has one, and its tokenizer. Made by `load`."""
+
+    def __init__(
+        self,
+        name: str,
+        trunk: Trunk,
+        head: Head | None,
+        tokenizer: Any,
+        defaults: GenerationDefaults,
+        depth: int,
+        notes: Sequence[str] = (),
+        origin: str | None = None,
+    ) -> None:
+        self.name = name
+        self.origin = origin or name
+        self.trunk = trunk
+        self.head = head
+        self.tokenizer = tokenizer
+        self.defaults = defaults
+        self.depth = depth
+        self.notes = tuple(notes)
+
+    @property
+    def default_sampling(self) -> SamplerConfig:
+        """The checkpoint's own sampling settings, over the neutral ones."""
+        return SamplerConfig(**self.defaults.sampling)  # type: ignore[arg-type]
+
+    def encode(self, prompt: Prompt, raw: bool = False) -> list[int]:
+        """Token ids of a prompt.
+
+        A string is put through the chat template as one user message, unless `raw` or the model
+        has no template; messages always are; ids are taken as they are.
+
+        Raises:
+            MtplxError: an empty prompt, ill-formed messages, or messages without a template.
+        """
+        if isinstance(prompt, str):
+            if raw or not self.tokenizer.chat_template:
+                return self._nonempty(list(self.tokenizer(prompt)["input_ids"]))
+            prompt = [{"role": "user", "content": prompt}]
+        items: list[Any] = list(prompt)
+        if all(isinstance(item, int) and not isinstance(item, bool) for item in items):
+            return self._nonempty(items)
+        if not all(isinstance(item, Mapping) for item in items):
+            raise MtplxError(
+                "a prompt is a string, a list of chat messages or a list of token ids; "
+                f"got a list with {type(items[0]).__name__}"
+            )
+        if not self.tokenizer.chat_template:
+            raise MtplxError(f"{self.name} has no chat template; give text with raw=True instead")
+        for message in items:
+            if "role" not in message or "content" not in message:
+                raise MtplxError(f"a chat message needs a role and a content, got {dict(message)}")
+        try:
+            encoded = self.tokenizer.apply_chat_template(
+                [dict(m) for m in items], add_generation_prompt=True, return_dict=True
+            )
+        except Exception as error:  # whatever the checkpoint's template raises
+            raise MtplxError(f"the chat template refused the messages: {error}") from None
+        return self._nonempty(list(encoded["input_ids"]))
+
+    def _nonempty(self, ids: list[int]) -> list[int]:
+        if not ids:
+            raise MtplxError("the prompt has no tokens; give at least one")
+        return ids
+
+    def generate(
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        *,
+        max_tokens: int = DEFAULT_MAX_TOKENS,
+        depth: int | None = None,
+        sampling: SamplerConfig | None = None,
+        raw: bool = False,
+        stop_token_ids: Sequence[int] = (),
+    ) -> Any:
+        """Continue one prompt, or a list of prompts as one batch.
+
+        Args:
+            prompt: see `encode`; a list of strings, of message lists or of id lists is a batch.
+            max_tokens: most tokens to emit, each.
+            depth: tokens drafted per cycle; None for what the head recommends, 0 for none.
+            sampling: settings; None for the checkpoint's own. In a batch, row i uses seed + i.
+            raw: do not put strings through the chat template.
+            stop_token_ids: end the text too, beside the checkpoint's own.
+        Returns:
+            A `Result`, or a list of them for a list of prompts.
+        """
+        many = _is_batch(prompt)
+        prompts: list[Prompt] = list(prompt) if many else [prompt]  # type: ignore[arg-type, list-item]
+        if not prompts:
+            return []
+        requests = [
+            self._request(p, max_tokens, depth, sampling, raw, stop_token_ids, row)
+            for row, p in enumerate(prompts)
+        ]
+        tokens: list[list[int]] = [[] for _ in requests]
+        last: dict[int, Burst] = {}
+        for bursts in Batch(self.trunk, self.head, requests).run():
+            for burst in bursts:
+                tokens[burst.index] += burst.tokens
+                last[burst.index] = burst
+        results = []
+        for i, request in enumerate(requests):
+            reason = last[i].finish_reason
+            assert reason is not None
+            text = Detokenizer(self.tokenizer)
+            results.append(
+                Result(
+                    text.push(tokens[i]) + text.finish(),
+                    tokens[i],
+                    reason,
+                    replace(request.sampling, seed=request.seed),
+                    last[i].stats,
+                )
+            )
+        return results if many else results[0]
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        max_tokens: int = DEFAULT_MAX_TOKENS,
+        depth: int | None = None,
+        sampling: SamplerConfig | None = None,
+        raw: bool = False,
+        stop_token_ids: Sequence[int] = (),
+    ) -> Iterator[Piece]:
+        """Continue one prompt, a piece for each cycle. Arguments as `generate`."""
+        request = self._request(prompt, max_tokens, depth, sampling, raw, stop_token_ids, 0)
+        used = replace(request.sampling, seed=request.seed)
+        return self._pieces(request, used)
+
+    def _pieces(self, request: Request, used: SamplerConfig) -> Iterator[Piece]:
+        text = Detokenizer(self.tokenizer)
+        for (burst,) in Batch(self.trunk, self.head, [request]).run():
+            new = text.push(burst.tokens)
+            if burst.finish_reason:
+                new += text.finish()
+            yield Piece(new, burst.tokens, burst.drafted, burst.finish_reason, used, burst.stats)
+
+    def _request(
+        self,
+        prompt: Prompt,
+        max_tokens: int,
+        depth: int | None,
+        sampling: SamplerConfig | None,
+        raw: bool,
+        stop_token_ids: Sequence[int],
+        row: int,
+    ) -> Request:
+        depth = self.depth if depth is None else depth
+        for name, value, least in (("max_tokens", max_tokens, 1), ("depth", depth, 0)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise MtplxError(f"{name} must be an integer of {least} or more, got {value!r}")
+        if depth and self.head is None:
+            raise MtplxError(f"{self.name} has no MTP head to draft with; use depth 0")
+        sampling = self.default_sampling if sampling is None else sampling
+        for token in sampling.bias:
+            if token >= self.trunk.vocab_size:
+                raise MtplxError(
+                    f"logit_bias names token {token}; {self.name} has "
+                    f"{self.trunk.vocab_size} tokens"
+                )
+        seed = fresh_seed() if sampling.seed is None else (sampling.seed + row) % 2**64
+        return Request(
+            prompt=tuple(self.encode(prompt, raw)),
+            sampling=sampling,
+            seed=seed,
+            max_tokens=max_tokens,
+            depth=depth,
+            stop_ids=frozenset([*self.defaults.eos_token_ids, *stop_token_ids]),
+        )
+
+
+def _is_batch(prompt: Any) -> bool:
+    if isinstance(prompt, str):
+        return False
+    items = list(prompt)
+    return all(
+        isinstance(item, str)
+        or (isinstance(item, Sequence) and not isinstance(item, Mapping | bytes))
+        for item in items
+    )
+
+
+def load(
+    model: str | os.PathLike[str] = DEFAULT_MODEL,
+    *,
+    head: str | os.PathLike[str] | None = None,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+) -> LLM:
+    """Load a model and whatever drafts for it.
+
+    Args:
+        model: a built-in name, a directory in Hugging Face layout, a `.gguf` file or a hub id.
+        head: an attached head instead of the model's own: its directory, or a hub id.
+        dtype: of the weights; None for bfloat16 where the device computes in it, else float32.
+        device: None for CUDA or Apple's GPU where there is one, else the CPU.
+    Raises:
+        MtplxError: the model or head cannot be had, in one line that says what to do.
+    """
+    checkpoint: Checkpoint = locate(model)
+    place = pick_device(device)
+    trunk = Trunk(load_model(checkpoint, pick_dtype(dtype, place), place))
+    found = find_head(checkpoint, trunk, None if head is None else locate_head(head))
+    return LLM(
+        checkpoint.name,
+        trunk,
+        found.head,
+        load_tokenizer(checkpoint),
+        generation_defaults(checkpoint),
+        found.depth,
+        found.notes,
+        checkpoint.origin,
+    )
+
+
+def pick_device(device: torch.device | str | None) -> torch.device:
+    """The device asked for, or the best one there is."""
+    if device is None:
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    try:
+        place = torch.device(device)
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise MtplxError(f"device {device!r} cannot be used here ({reason})") from None
+    return place
+
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
+
+
+def pick_dtype(dtype: torch.dtype | str | None, device: torch.device) -> torch.dtype:
+    """The type asked for, or bfloat16 where the device computes in it, else float32."""
+    if isinstance(dtype, str):
+        if dtype not in DTYPES:
+            raise MtplxError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+        return DTYPES[dtype]
+    if dtype is not None:
+        return dtype
+    return torch.bfloat16 if _computes_bfloat16(device) else torch.float32
+
+
+def _computes_bfloat16(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    if device.type == "cpu":
+        # Without these instructions a CPU emulates bfloat16, slower than float32.
+        flags: Any = torch.cpu
+        return bool(flags._is_avx512_bf16_supported() or flags._is_amx_tile_supported())
+    return True

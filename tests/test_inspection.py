@@ -1,0 +1,230 @@
+"""What `inspect` finds, on checkpoints written for it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_checkpoint
+import tiny_native
+from gguf import GGUFWriter
+from safetensors.numpy import load_file, save_file
+
+from mtplx import MtplxError, inspection
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return tiny_checkpoint.write(tmp_path / "model")
+
+
+@pytest.fixture
+def head(tmp_path: Path) -> Path:
+    return tiny_checkpoint.write_head(tmp_path / "head")
+
+
+def change(file: Path, alter: Callable[[dict[str, Any]], object]) -> None:
+    content = json.loads(file.read_text())
+    alter(content)
+    file.write_text(json.dumps(content))
+
+
+def add_tensors(model: Path, *names: str) -> None:
+    file = model / "model.safetensors"
+    more = {name: np.zeros((3, 5), dtype=np.float32) for name in names}
+    save_file(load_file(file) | more, file)
+
+
+def test_the_facts_of_a_directory(model: Path) -> None:
+    stored = load_file(model / "model.safetensors")
+    found = inspection.inspect(model)
+    assert found.format == "safetensors"
+    assert found.architecture == "LlamaForCausalLM"
+    assert found.parameters == sum(tensor.size for tensor in stored.values())
+    assert found.bytes == sum(tensor.nbytes for tensor in stored.values())
+    assert found.dtypes == {"float32": found.parameters}
+    assert (found.layers, found.hidden_size, found.context) == (2, 16, 512)
+    assert found.vocab_size == tiny_checkpoint.VOCAB_SIZE
+    assert found.chat_template
+    assert found.mtp == inspection.MtpLayers("none")
+    assert found.runs and not found.problems
+
+
+def test_the_checkpoints_own_sampling(tmp_path: Path) -> None:
+    own = {"do_sample": True, "temperature": 0.6}
+    found = inspection.inspect(tiny_checkpoint.write(tmp_path, generation=own, template=None))
+    assert found.sampling == {"temperature": 0.6}
+    assert not found.chat_template
+
+
+def test_weights_are_not_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*args: object, **kwargs: object) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", forbidden)
+    monkeypatch.setattr("safetensors.torch.load_file", forbidden)
+    monkeypatch.setattr("mtplx.models.eagle3.load_file", forbidden)
+    assert inspection.inspect(model).runs
+
+
+# --- MTP layers ------------------------------------------------------------------------------
+
+
+def test_layers_behind_the_last_are_native_mtp_layers(model: Path) -> None:
+    add_tensors(model, "model.layers.2.eh_proj.weight", "model.layers.3.eh_proj.weight")
+    mtp = inspection.inspect(model).mtp
+    assert (mtp.kind, mtp.layers, mtp.parameters, mtp.bytes) == ("native", 2, 30, 120)
+    # A Llama with such layers is not a family that ships them.
+    assert not mtp.usable
+
+
+@pytest.mark.parametrize(
+    ("names", "layers"),
+    [
+        (["mtp.fc.weight", "mtp.norm.weight"], 1),
+        (["mtp.layers.0.mlp.weight", "mtp.layers.1.mlp.weight"], 2),
+        (["model.mtp_layers.0.a", "model.mtp_layers.0.b"], 1),
+    ],
+)
+def test_modules_named_mtp_are_native_mtp_layers(
+    model: Path, names: list[str], layers: int
+) -> None:
+    add_tensors(model, *names)
+    mtp = inspection.inspect(model).mtp
+    assert (mtp.kind, mtp.layers) == ("native", layers)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_the_families_whose_layers_draft(tmp_path: Path, family: str) -> None:
+    tiny_native.write(tmp_path, family)
+    tiny_checkpoint.tokenizer().save_pretrained(tmp_path)
+    found = inspection.inspect(tmp_path)
+    assert (found.mtp.kind, found.mtp.layers, found.mtp.usable) == ("native", 1, True)
+    assert found.mtp.parameters < found.parameters
+    assert found.runs
+
+
+def test_a_vision_towers_layers_are_not_mtp_layers(model: Path) -> None:
+    add_tensors(model, "vision_tower.encoder.layers.30.mlp.weight")
+    assert inspection.inspect(model).mtp.kind == "none"
+
+
+def test_promised_layers_that_are_missing(model: Path) -> None:
+    change(model / "config.json", lambda c: c.update(num_nextn_predict_layers=1))
+    found = inspection.inspect(model)
+    assert (found.mtp.kind, found.mtp.layers) == ("missing", 1)
+    assert found.runs
+    assert "promises 1 MTP layer(s)" in found.notes[0]
+
+
+def test_an_attached_head(model: Path, head: Path) -> None:
+    mtp = inspection.inspect(model, head).mtp
+    assert (mtp.kind, mtp.where, mtp.depth, mtp.usable) == ("attached", str(head), 3, True)
+    file = head / "model.safetensors"
+    header = 8 + int.from_bytes(file.read_bytes()[:8], "little")
+    assert mtp.bytes == file.stat().st_size - header
+
+
+def test_a_head_that_does_not_fit_is_a_problem(model: Path, head: Path) -> None:
+    change(head / "config.json", lambda c: c["transformer_layer_config"].update(vocab_size=17))
+    found = inspection.inspect(model, head)
+    assert not found.runs and not found.mtp.usable
+    assert "made for a trunk of hidden size 16 and 17 tokens" in found.problems[0]
+
+
+def test_a_head_that_is_not_there(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(MtplxError, match="no head there"):
+        inspection.inspect(model, tmp_path / "nowhere")
+
+
+def test_a_head_with_damaged_weights(model: Path, head: Path) -> None:
+    (head / "model.safetensors").write_bytes(b"\xff" * 20)
+    with pytest.raises(MtplxError, match="missing or damaged"):
+        inspection.inspect(model, head)
+
+
+def test_a_head_is_not_a_model(head: Path) -> None:
+    with pytest.raises(MtplxError, match=f"a head, not a model: .* --head {head}"):
+        inspection.inspect(head)
+
+
+# --- whether it runs -------------------------------------------------------------------------
+
+
+def test_an_unknown_model_type_is_told_about_and_does_not_run(model: Path) -> None:
+    change(model / "config.json", lambda c: c.update(model_type="abacus", architectures=["Abacus"]))
+    found = inspection.inspect(model)
+    assert (found.architecture, found.layers) == ("Abacus", 2)
+    assert not found.runs
+    assert "abacus" in found.problems[0]
+
+
+def test_layers_that_the_engine_cannot_run_are_a_problem(model: Path) -> None:
+    kinds = ["full_attention", "linear_attention"]
+    change(model / "config.json", lambda c: c.update(model_type="qwen3_next", layer_types=kinds))
+    found = inspection.inspect(model)
+    assert not found.runs
+    assert "linear_attention" in found.problems[0]
+
+
+def test_a_sliding_window_ends_the_context(model: Path) -> None:
+    change(model / "config.json", lambda c: c.update(model_type="mistral", sliding_window=128))
+    found = inspection.inspect(model)
+    assert found.runs and found.context == 128
+    assert any("stated to read 512 tokens" in note for note in found.notes)
+
+
+def test_a_model_larger_than_memory_is_a_problem(model: Path) -> None:
+    change(model / "config.json", lambda c: c.update(hidden_size=2**20, intermediate_size=2**20))
+    found = inspection.inspect(model)
+    assert not found.runs
+    assert "GB of memory" in found.problems[0]
+
+
+def test_quantised_weights_are_noted(model: Path) -> None:
+    config = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    change(model / "config.json", lambda c: c.update(quantization_config=config))
+    assert any("quantised (fp8)" in note for note in inspection.inspect(model).notes)
+
+
+def test_a_missing_model() -> None:
+    with pytest.raises(MtplxError, match="no such file"):
+        inspection.inspect("./nowhere")
+
+
+# --- GGUF ------------------------------------------------------------------------------------
+
+
+def test_gguf_blocks_beyond_the_trunks_are_native_mtp_layers(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    writer = GGUFWriter(file, "glm4moe")
+    writer.add_block_count(3)
+    writer.add_embedding_length(32)
+    writer.add_context_length(128)
+    writer.add_uint32("glm4moe.nextn_predict_layers", 1)
+    for name in ("token_embd.weight", "blk.0.attn_q.weight", "blk.2.nextn.eh_proj.weight"):
+        writer.add_tensor(name, np.zeros((4, 32), dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    checkpoint = inspection.Checkpoint("model", file)
+    facts = inspection._gguf_facts(checkpoint)
+    assert (facts.layers, facts.vocab_size, facts.context) == (2, 4, 128)
+    mtp = inspection._native_layers(checkpoint, facts)
+    assert (mtp.kind, mtp.layers, mtp.parameters, mtp.usable) == ("native", 1, 128, False)
+
+
+@pytest.mark.model
+def test_the_default_model() -> None:
+    found = inspection.inspect("smollm2-135m")
+    assert found.format == "gguf"
+    assert found.parameters == 134_515_008
+    assert set(found.dtypes) == {"Q4_1", "Q8_0", "F32"}
+    assert (found.layers, found.hidden_size, found.context) == (30, 576, 8192)
+    assert found.chat_template and found.eos_token_ids == (2,)
+    assert found.runs

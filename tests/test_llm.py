@@ -1,0 +1,240 @@
+"""The public face: prompts in, results out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import tiny_checkpoint
+import torch
+
+import mtplx
+from mtplx import SamplerConfig
+
+END = 256
+# This random model likes to end its text at once; forbidden to, it goes on.
+GREEDY = SamplerConfig(temperature=0, logit_bias={END: -float("inf")})
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    root = tmp_path_factory.mktemp("llm")
+    return tiny_checkpoint.write(root / "model"), tiny_checkpoint.write_head(root / "head")
+
+
+@pytest.fixture(scope="module")
+def llm(directories: tuple[Path, Path]) -> mtplx.LLM:
+    model, head = directories
+    return mtplx.load(model, head=head, dtype="float32", device="cpu")
+
+
+def greedy_by_transformers(llm: mtplx.LLM, ids: list[int], tokens: int) -> list[int]:
+    out = llm.trunk.model.generate(
+        torch.tensor([ids]),
+        do_sample=False,
+        max_new_tokens=tokens,
+        suppress_tokens=[END],
+        pad_token_id=0,
+    )
+    return out[0, len(ids) :].tolist()
+
+
+# --- prompts ---------------------------------------------------------------------------------
+
+
+def test_a_string_is_one_user_message(llm: mtplx.LLM) -> None:
+    encode = llm.tokenizer
+    assert llm.encode("hi") == encode("<|user|>hi<|end|><|assistant|>")["input_ids"]
+    assert llm.encode("hi") == llm.encode([{"role": "user", "content": "hi"}])
+
+
+def test_raw_text_and_ids_are_taken_as_they_are(llm: mtplx.LLM) -> None:
+    assert llm.encode("hi", raw=True) == llm.tokenizer("hi")["input_ids"]
+    assert llm.encode([5, 6, 7]) == [5, 6, 7]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "complaint"),
+    [
+        ([], "no tokens"),
+        ([1, "a"], "list of chat messages or a list of token ids"),
+        ([1, True], "list of chat messages or a list of token ids"),
+        ([{"role": "user"}], "needs a role and a content"),
+    ],
+)
+def test_what_is_no_prompt_is_refused(llm: mtplx.LLM, prompt: object, complaint: str) -> None:
+    with pytest.raises(mtplx.MtplxError, match=complaint):
+        llm.encode(prompt)  # type: ignore[arg-type]
+
+
+def test_an_empty_raw_text_is_refused(llm: mtplx.LLM) -> None:
+    with pytest.raises(mtplx.MtplxError, match="no tokens"):
+        llm.encode("", raw=True)
+
+
+def test_a_template_may_refuse(tmp_path: Path) -> None:
+    template = "{{ raise_exception('only one turn') }}"
+    llm = mtplx.load(tiny_checkpoint.write(tmp_path, template=template), dtype="float32")
+    with pytest.raises(mtplx.MtplxError, match="refused the messages: only one turn"):
+        llm.encode("hi")
+
+
+def test_without_template_text_is_raw_and_messages_fail(tmp_path: Path) -> None:
+    llm = mtplx.load(tiny_checkpoint.write(tmp_path, template=None), dtype="float32")
+    assert llm.encode("hi") == llm.encode("hi", raw=True)
+    with pytest.raises(mtplx.MtplxError, match="no chat template"):
+        llm.encode([{"role": "user", "content": "hi"}])
+
+
+# --- generation ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [0, 1, 4])
+def test_greedy_text_is_that_of_transformers(llm: mtplx.LLM, depth: int) -> None:
+    ids = llm.encode("Why is the sky blue?")
+    expected = greedy_by_transformers(llm, ids, 40)
+    result = llm.generate("Why is the sky blue?", max_tokens=40, depth=depth, sampling=GREEDY)
+    assert result.token_ids == expected and len(expected) == 40
+    assert result.text == llm.tokenizer.decode(expected, skip_special_tokens=True)
+    assert result.stats.tokens == len(expected)
+
+
+@pytest.mark.parametrize("depth", [0, 3])
+def test_the_pieces_of_a_stream_are_the_result(llm: mtplx.LLM, depth: int) -> None:
+    sampling = SamplerConfig(temperature=1.5, seed=11)
+    whole = llm.generate("tell", max_tokens=50, depth=depth, sampling=sampling)
+    pieces = list(llm.stream("tell", max_tokens=50, depth=depth, sampling=sampling))
+    assert "".join(piece.text for piece in pieces) == whole.text
+    assert [token for piece in pieces for token in piece.token_ids] == whole.token_ids
+    assert [piece.finish_reason for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
+    assert pieces[-1].finish_reason == whole.finish_reason
+    assert sum(piece.drafted for piece in pieces) == sum(whole.stats.accepted_by_position)
+    assert len(pieces) == whole.stats.cycles
+
+
+def test_a_batch_is_its_rows_with_seeds_counted_up(llm: mtplx.LLM) -> None:
+    prompts = ["one", "a longer second prompt", "3"]
+    batch = llm.generate(prompts, max_tokens=24, depth=2, sampling=SamplerConfig(seed=5))
+    for row, (prompt, result) in enumerate(zip(prompts, batch, strict=True)):
+        alone = llm.generate(prompt, max_tokens=24, depth=2, sampling=SamplerConfig(seed=5 + row))
+        assert result.token_ids == alone.token_ids
+        assert result.sampling.seed == 5 + row
+
+
+def test_a_list_of_one_is_a_batch_and_none_is_none(llm: mtplx.LLM) -> None:
+    assert [r.token_ids for r in llm.generate([[65, 66]], max_tokens=2, sampling=GREEDY)] == [
+        llm.generate([65, 66], max_tokens=2, sampling=GREEDY).token_ids
+    ]
+    assert llm.generate([]) == []
+
+
+def test_a_drawn_seed_is_told_and_gives_the_same_text(llm: mtplx.LLM) -> None:
+    first = llm.generate("hi", max_tokens=20)
+    again = llm.generate("hi", max_tokens=20, sampling=first.sampling)
+    assert first.sampling.seed is not None
+    assert again.token_ids == first.token_ids
+
+
+def test_the_checkpoints_end_token_ends_the_text(llm: mtplx.LLM) -> None:
+    assert llm.defaults.eos_token_ids == (END,)
+    likely = SamplerConfig(seed=1, logit_bias={END: 8.0})
+    result = llm.generate("hi", max_tokens=200, sampling=likely)
+    assert result.finish_reason == "stop"
+    assert result.token_ids.index(END) == len(result.token_ids) - 1
+    assert "<|end|>" not in result.text
+
+
+def test_depth_defaults_to_what_the_head_recommends(llm: mtplx.LLM) -> None:
+    result = llm.generate("hi", max_tokens=12, sampling=GREEDY)
+    assert llm.depth == 3
+    assert len(result.stats.drafted_by_position) == 3
+
+
+def test_a_stop_token_ends_the_text_and_is_emitted(llm: mtplx.LLM) -> None:
+    free = llm.generate("hi", max_tokens=30, sampling=GREEDY).token_ids
+    stop = free[4]
+    cut = llm.generate("hi", max_tokens=30, sampling=GREEDY, stop_token_ids=[stop])
+    assert cut.token_ids == free[: free.index(stop) + 1]
+    assert cut.finish_reason == "stop"
+
+
+def test_the_end_of_the_context_is_a_length(tmp_path: Path) -> None:
+    llm = mtplx.load(tiny_checkpoint.write(tmp_path, context=16), dtype="float32")
+    result = llm.generate([1, 2, 3], max_tokens=99, sampling=GREEDY)
+    assert result.finish_reason == "length"
+    assert len(result.token_ids) == 13
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ({"max_tokens": 0}, "max_tokens must be an integer of 1 or more, got 0"),
+        ({"max_tokens": 2.5}, "max_tokens must be an integer of 1 or more, got 2.5"),
+        ({"depth": -1}, "depth must be an integer of 0 or more, got -1"),
+        ({"depth": True}, "depth must be an integer of 0 or more, got True"),
+        ({"sampling": SamplerConfig(logit_bias={999: 1.0})}, "logit_bias names token 999"),
+    ],
+)
+def test_wrong_arguments_are_named(
+    llm: mtplx.LLM, arguments: dict[str, object], complaint: str
+) -> None:
+    with pytest.raises(mtplx.MtplxError, match=complaint):
+        llm.generate("hi", **arguments)  # type: ignore[arg-type]
+    with pytest.raises(mtplx.MtplxError, match=complaint):
+        llm.stream("hi", **arguments)  # type: ignore[arg-type]
+
+
+# --- loading ---------------------------------------------------------------------------------
+
+
+def test_the_checkpoints_own_sampling_is_the_default(tmp_path: Path) -> None:
+    own = {"do_sample": True, "temperature": 0.6, "top_k": 20}
+    llm = mtplx.load(tiny_checkpoint.write(tmp_path, generation=own), dtype="float32")
+    assert llm.default_sampling == SamplerConfig(temperature=0.6, top_k=20)
+    used = llm.generate("hi", max_tokens=1).sampling
+    assert (used.temperature, used.top_k) == (0.6, 20)
+
+
+def test_without_head_nothing_is_drafted(directories: tuple[Path, Path]) -> None:
+    llm = mtplx.load(directories[0], dtype="float32")
+    assert (llm.head, llm.depth) == (None, 0)
+    assert llm.generate("hi", max_tokens=4).stats.drafted_by_position == []
+    with pytest.raises(mtplx.MtplxError, match="no MTP head to draft with; use depth 0"):
+        llm.generate("hi", depth=2)
+
+
+def test_a_head_for_another_model_is_noted(directories: tuple[Path, Path], tmp_path: Path) -> None:
+    model, head = directories
+    config = json.loads((head / "config.json").read_text())
+    config["speculators_config"]["verifier"]["name_or_path"] = "someone/else"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes((head / "model.safetensors").read_bytes())
+    (note,) = mtplx.load(model, head=tmp_path, dtype="float32").notes
+    assert "made for someone/else" in note
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ({"dtype": "int8"}, "dtype 'int8' is not one of bfloat16, float32, float16"),
+        ({"device": "abacus"}, "device 'abacus' cannot be used here"),
+        ({"head": "nowhere"}, "nowhere"),
+    ],
+)
+def test_what_cannot_be_loaded_is_named(
+    directories: tuple[Path, Path], arguments: dict[str, str], complaint: str
+) -> None:
+    with pytest.raises(mtplx.MtplxError, match=complaint):
+        mtplx.load(directories[0], **arguments)
+
+
+def test_the_dtype_can_be_torchs(directories: tuple[Path, Path]) -> None:
+    assert mtplx.load(directories[0], dtype=torch.float16).trunk.dtype == torch.float16
+
+
+@pytest.mark.model
+def test_the_default_model_answers() -> None:
+    llm = mtplx.load()
+    result = llm.generate("What is the capital of France?", max_tokens=24, sampling=GREEDY)
+    assert "Paris" in result.text
