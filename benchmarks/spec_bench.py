@@ -26,7 +26,7 @@ PROMPTS = Path(__file__).with_name("spec_bench.jsonl")
 def measure_acceptance(llm, prompts, sampling, args):
     """Summed telemetry by category, for all prompts."""
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]["turns"][0]))
-    sums = defaultdict(lambda: {"tokens": 0, "cycles": 0, "drafted": [], "accepted": []})
+    sums = defaultdict(lambda: {"tokens": 0, "cycles": 0, "decided": [], "accepted": []})
     for start in range(0, len(order), args.batch):
         rows = [prompts[i] for i in order[start : start + args.batch]]
         results = llm.generate(
@@ -40,11 +40,23 @@ def measure_acceptance(llm, prompts, sampling, args):
                 total = sums[key]
                 total["tokens"] += result.stats.tokens
                 total["cycles"] += result.stats.cycles
-                total["drafted"] = add(total["drafted"], result.stats.drafted_by_position)
+                total["decided"] = add(total["decided"], result.stats.decided_by_position)
                 total["accepted"] = add(total["accepted"], result.stats.accepted_by_position)
         print(f"\r{min(start + args.batch, len(order))}/{len(order)}", end="", file=sys.stderr)
     print(file=sys.stderr)
     return sums
+
+
+def figures_of(total):
+    """Tokens per cycle, and the share of drafts kept where those before them were."""
+    return {
+        "tokens_per_cycle": total["tokens"] / total["cycles"],
+        "acceptance_by_position": [
+            kept / max(1, decided)
+            for kept, decided in zip(total["accepted"], total["decided"], strict=True)
+        ],
+        "tokens": total["tokens"],
+    }
 
 
 def add(a, b):
@@ -106,16 +118,7 @@ def main():
         print(json.dumps(figures, indent=2))
     else:
         sums = measure_acceptance(llm, prompts[:: args.every], sampling, args)
-        figures = {}
-        for category, total in sums.items():
-            reached = [total["drafted"][0], *total["accepted"]] if total["drafted"] else []
-            figures[category] = {
-                "tokens_per_cycle": total["tokens"] / total["cycles"],
-                "acceptance_by_position": [
-                    kept / max(1, at) for kept, at in zip(total["accepted"], reached, strict=False)
-                ],
-                "tokens": total["tokens"],
-            }
+        figures = {category: figures_of(total) for category, total in sums.items()}
         for category, figure in sorted(figures.items(), key=lambda item: item[0] == "all"):
             positions = " ".join(f"{a:.2f}" for a in figure["acceptance_by_position"])
             print(f"{category:>16} {figure['tokens_per_cycle']:5.2f} tokens/cycle  {positions}")

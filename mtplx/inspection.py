@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -20,26 +19,23 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from mtplx.errors import MtplxError
-from mtplx.models import gguf
 from mtplx.models.checkpoint import (
     Checkpoint,
+    GenerationDefaults,
     generation_defaults,
     load_config,
     load_tokenizer,
     locate,
     locate_head,
+    reported,
+    weight_files,
 )
+from mtplx.models.mtp_layers import mtp_layers, promised_layers
 
 MtpKind = Literal["native", "attached", "missing", "none"]
 """Layers in the model's own file; a head beside it; promised by the config and not there; none."""
 
-# What config.json calls its number of MTP layers: DeepSeek, GLM and MiMo; Qwen3-Next and later.
-_PROMISES = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 _GGUF_PROMISE = "nextn_predict_layers"
-
-# MTP layers are numbered on behind the trunk's, or have a module of their own.
-_DECODER_LAYER = re.compile(r"^(?:(?:model|language_model)\.)*layers\.(\d+)\.|^blk\.(\d+)\.")
-_MTP_MODULE = re.compile(r"(?:^|\.)mtp\w*\.(?:\w+\.)?(?:(\d+)\.)?")
 
 _TORCH_NAMES = {
     "F64": "float64",
@@ -196,7 +192,12 @@ def inspect(
     dtypes: Counter[str] = Counter()
     for tensor in facts.tensors.values():
         dtypes[tensor.dtype] += tensor.parameters
-    defaults = generation_defaults(checkpoint)
+    chat_template, defaults = False, GenerationDefaults((), {})
+    try:
+        chat_template = bool(load_tokenizer(checkpoint).chat_template)
+        defaults = generation_defaults(checkpoint)
+    except MtplxError as error:
+        problems.append(str(error))
     return Inspection(
         name=checkpoint.name,
         path=str(checkpoint.path),
@@ -209,7 +210,7 @@ def inspect(
         hidden_size=facts.hidden_size,
         vocab_size=facts.vocab_size,
         context=context,
-        chat_template=bool(load_tokenizer(checkpoint).chat_template),
+        chat_template=chat_template,
         eos_token_ids=defaults.eos_token_ids,
         sampling=defaults.sampling,
         mtp=mtp,
@@ -254,21 +255,14 @@ def _directory_facts(checkpoint: Checkpoint) -> _Facts:
         hidden_size=text.get("hidden_size"),
         vocab_size=text.get("vocab_size"),
         context=text.get("max_position_embeddings"),
-        promised=next((text[key] for key in _PROMISES if text.get(key)), 0),
+        promised=promised_layers(config),
         quantisation=quantisation and quantisation.get("quant_method", "of an unnamed kind"),
-        tensors=_safetensors(checkpoint.path),
+        tensors={
+            name: tensor
+            for file in weight_files(checkpoint.path)
+            for name, tensor in read_header(file).items()
+        },
     )
-
-
-def _safetensors(directory: Path) -> dict[str, StoredTensor]:
-    """All tensors in a directory's `.safetensors` files, by name."""
-    index = directory / "model.safetensors.index.json"
-    if index.exists():
-        listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        files = [directory / name for name in sorted(set(listed.values()))]
-    else:
-        files = sorted(directory.glob("*.safetensors"))
-    return {name: tensor for file in files for name, tensor in read_header(file).items()}
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
@@ -299,12 +293,13 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def _gguf_facts(checkpoint: Checkpoint) -> _Facts:
-    file = gguf.read_gguf(checkpoint.path)
+    file = checkpoint.gguf_file
     family = file.architecture
 
     def number(key: str) -> int | None:
         value = file.metadata.get(f"{family}.{key}")
-        return None if value is None else int(value)
+        # Some families state a list, one number for each layer.
+        return value if isinstance(value, int) else None
 
     promised = number(_GGUF_PROMISE) or 0
     blocks = number("block_count")
@@ -333,14 +328,10 @@ def _native_layers(checkpoint: Checkpoint, facts: _Facts) -> MtpLayers:
     """The MTP layers in the model's own files."""
     from mtplx.drafters.native import FAMILIES
 
-    found: dict[str, list[StoredTensor]] = {}
-    for name, tensor in facts.tensors.items():
-        layer = _mtp_layer(name, facts.layers)
-        if layer is not None:
-            found.setdefault(layer, []).append(tensor)
+    found = mtp_layers(facts.tensors, facts.layers)
     if not found:
         return MtpLayers("missing", facts.promised) if facts.promised else MtpLayers("none")
-    tensors = [tensor for layer in found.values() for tensor in layer]
+    tensors = [facts.tensors[name] for names in found.values() for name in names]
     return MtpLayers(
         kind="native",
         layers=len(found),
@@ -349,15 +340,6 @@ def _native_layers(checkpoint: Checkpoint, facts: _Facts) -> MtpLayers:
         where=str(checkpoint.path),
         usable=(not checkpoint.is_gguf and facts.model_type in FAMILIES and not facts.quantisation),
     )
-
-
-def _mtp_layer(name: str, trunk_layers: int | None) -> str | None:
-    """Which MTP layer a tensor belongs to; None for the trunk's."""
-    if match := _DECODER_LAYER.match(name):
-        number = match[1] or match[2]
-        return number if trunk_layers is not None and int(number) >= trunk_layers else None
-    match = _MTP_MODULE.search(name)
-    return (match[1] or "0") if match else None
 
 
 def _attached_head(
@@ -412,8 +394,8 @@ def _trunk_without_weights(checkpoint: Checkpoint) -> Any:
         raise MtplxError(
             f"{checkpoint.name}: a {config.model_type} model is no causal language model"
         )
-    with torch.device("meta"):
-        return Trunk(AutoModelForCausalLM.from_config(config))
+    with reported(checkpoint), torch.device("meta"):
+        return Trunk(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
 
 
 def _memory_shortage(model: Any) -> str | None:

@@ -196,6 +196,14 @@ def test_a_saved_head_loads_as_it_was(trunk, tmp_path, flags):
     assert (tensors["d2t"].dtype, tensors["t2d"].dtype) == (torch.int64, torch.bool)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_config_names_the_type_that_is_written(trunk, tmp_path, dtype):
+    save_head(tiny.eagle3(trunk), tmp_path, getattr(torch, dtype))
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == dtype
+    weights = load_file(tmp_path / "model.safetensors")
+    assert weights["fc.weight"].dtype == getattr(torch, dtype)
+
+
 def test_the_file_is_in_the_speculators_format(trunk, tmp_path):
     head = tiny.eagle3(trunk, draft_vocab_size=5)
     head.config = dataclasses.replace(head.config, verifier_name="org/name")
@@ -282,7 +290,30 @@ def test_what_a_public_head_may_leave_out_or_add(trunk, tmp_path):
             {"transformer_layer_config": {"model_type": "mixtral"}},
             "type 'mixtral' are not supported",
         ),
-        ({"transformer_layer_config": {"model_type": "qwen3"}}, "qwen3 decoder layers"),
+        ({"transformer_layer_config": {"model_type": "qwen3"}}, "type 'qwen3' are not supported"),
+        ({"transformer_layer_config": "llama"}, "is 'llama', not of type object"),
+        ({"transformer_layer_config": {"hidden_size": "wide"}}, "makes no layer: .*hidden_size"),
+        ({"transformer_layer_config": {"hidden_size": 0}}, "makes no layer: "),
+        ({"transformer_layer_config": {"num_attention_heads": 0}}, "makes no layer: "),
+        (
+            {"transformer_layer_config": {"num_attention_heads": 4, "num_key_value_heads": 3}},
+            "makes no layer: .*num_key_value_heads 3",
+        ),
+        (
+            {"transformer_layer_config": {"rope_parameters": {"rope_type": "spiral"}}},
+            "makes no layer: ",
+        ),
+        ({"eagle_aux_hidden_state_layer_ids": 3}, "layer_ids is 3, not of type array"),
+        ({"eagle_aux_hidden_state_layer_ids": [0, "1", 2]}, "do not name three"),
+        ({"eagle_aux_hidden_state_layer_ids": [0, True, 2]}, "do not name three"),
+        ({"draft_vocab_size": "8k"}, "draft_vocab_size is '8k', not of type integer"),
+        ({"draft_vocab_size": -1}, r"draft_vocab_size \(-1\) .* must be 1 or more"),
+        ({"speculators_config": []}, "speculators_config is .., not of type object"),
+        (
+            {"speculators_config": {"proposal_methods": [{"speculative_tokens": "3"}]}},
+            "speculative_tokens is '3', not of type integer",
+        ),
+        ({"speculators_config": {"verifier": "org/name"}}, "verifier is 'org/name', not of type"),
         ({"transformer_layer_config": {"num_hidden_layers": 2}}, "more than one decoder layer"),
         ({"fc_norm": True}, "fc_norm"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, "do not name three of the trunk's 4 layers"),

@@ -191,6 +191,34 @@ def test_quantised_weights_are_noted(model: Path) -> None:
     assert any("quantised (fp8)" in note for note in inspection.inspect(model).notes)
 
 
+def test_a_family_that_the_engine_cannot_run_is_a_problem(model: Path) -> None:
+    change(model / "config.json", lambda c: c.update(model_type="bloom"))
+    found = inspection.inspect(model)
+    assert not found.runs
+    assert "model type 'bloom' cannot be run" in found.problems[0]
+
+
+@pytest.mark.parametrize("damage", ["missing", "damaged"])
+def test_without_a_usable_tokenizer_the_rest_is_told(model: Path, damage: str) -> None:
+    file = model / "tokenizer.json"
+    if damage == "missing":
+        file.unlink()
+        (model / "tokenizer_config.json").unlink()
+    else:
+        file.write_text("{")
+    found = inspection.inspect(model)
+    assert (found.layers, found.chat_template, found.runs) == (2, False, False)
+    assert len(found.problems) == 1 and "transformers cannot load it" in found.problems[0]
+
+
+@pytest.mark.parametrize("change_by", [{"num_attention_heads": 0}, {"hidden_act": "frown"}])
+def test_a_config_that_makes_no_model_is_a_problem(model: Path, change_by: dict[str, Any]) -> None:
+    change(model / "config.json", lambda c: c.update(change_by))
+    found = inspection.inspect(model)
+    assert not found.runs
+    assert "transformers cannot load it" in found.problems[0]
+
+
 def test_a_missing_model() -> None:
     with pytest.raises(MtplxError, match="no such file"):
         inspection.inspect("./nowhere")

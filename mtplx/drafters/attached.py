@@ -27,6 +27,7 @@ class AttachedHead:
             )
         self.head = head.cast(trunk.dtype).to(trunk.device)
         self.taps: tuple[int, ...] = head.config.aux_layer_ids
+        trunk.tap(self.taps)
         self.draft_ids: Tensor | None = head.draft_ids
         self._embed = trunk.embed
 

@@ -33,7 +33,9 @@ def find_head(checkpoint: Checkpoint, trunk: Trunk, named: Path | None) -> Found
         head = load_head(directory, trunk.layers)
         notes = []
         made_for = head.config.verifier_name
-        if named is not None and made_for and made_for not in (checkpoint.name, checkpoint.origin):
+        # A local model is recorded by its directory's own name.
+        names = (checkpoint.name, checkpoint.origin, checkpoint.path.resolve().name)
+        if named is not None and made_for and made_for not in names:
             notes.append(
                 f"the head was made for {made_for}; if {checkpoint.name} is another model, the "
                 "output is as exact, but fewer drafts may be accepted"

@@ -11,7 +11,6 @@ checkpoints of both families have one layer; of a checkpoint with more, the firs
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -28,15 +27,14 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils.generic import ContextManagers
 
 from mtplx.errors import MtplxError
-from mtplx.models.checkpoint import Checkpoint, reported
+from mtplx.models.checkpoint import Checkpoint, reported, weight_files
+from mtplx.models.mtp_layers import mtp_layers, promised_layers
 from mtplx.models.slots import SlotCache, Span
 from mtplx.models.trunk import Trunk, TrunkOutput
 
 FAMILIES = ("deepseek_v3", "glm4_moe")
 """Model types whose MTP layers are run."""
 
-# Anchored, so that the layers of a vision tower are not taken for more of the trunk's.
-_LAYER = re.compile(r"model\.(?:language_model\.)?layers\.(\d+)\.")
 _EMBEDDING, _OUTPUT = "embed_tokens.weight", "shared_head.head.weight"
 
 
@@ -107,18 +105,21 @@ def load_native_head(
         MtplxError: the tensors of the MTP layer are not those that its family has.
     """
     if checkpoint.is_gguf:
-        return None, ()
+        if not mtp_layers(checkpoint.gguf_file.tensors, trunk.layers):
+            return None, ()
+        return None, ("nothing is drafted: the MTP layers of a GGUF file are not run yet",)
     config = json.loads((checkpoint.path / "config.json").read_text(encoding="utf-8"))
     kind = config["model_type"]
-    layers = mtp_layers(checkpoint.path, trunk.layers)
+    files = _tensor_files(checkpoint.path)
+    layers = mtp_layers(files, trunk.layers)
     if not layers:
         # What is written counts: transformers' config classes say 1 where nothing is.
-        promised = config.get("num_nextn_predict_layers") or 0
+        promised = promised_layers(config)
         if not promised:
             return None, ()
         return None, (
-            f"nothing is drafted: config.json promises {promised} MTP layer(s) "
-            "(num_nextn_predict_layers), but the weight files hold none",
+            f"nothing is drafted: config.json promises {promised} MTP layer(s), "
+            "but the weight files hold none",
         )
     if kind not in FAMILIES:
         return None, (f"nothing is drafted: the MTP layers of a {kind} model are not run yet",)
@@ -133,30 +134,16 @@ def load_native_head(
             f"the checkpoint has {len(layers)} MTP layers: the first one drafts, fed its own "
             "output beyond one token",
         )
-    return _load(checkpoint, trunk, layers[min(layers)]), notes
+    return _load(checkpoint, trunk, {name: files[name] for name in layers[min(layers)]}), notes
 
 
-def mtp_layers(directory: Path, trunk_layers: int) -> dict[int, dict[str, Path]]:
-    """The layers behind the trunk's in a directory's weight files, by number.
-
-    Returns:
-        Of each layer its tensors' names, and the file that holds each.
-    """
-    index = directory / "model.safetensors.index.json"
-    if index.exists():
-        listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        files = {name: directory / file for name, file in listed.items()}
-    else:
-        files = {}
-        for file in sorted(directory.glob("*.safetensors")):
-            with safe_open(file, framework="pt") as tensors:
-                files.update(dict.fromkeys(tensors.keys(), file))
-    layers: dict[int, dict[str, Path]] = {}
-    for name, file in files.items():
-        match = _LAYER.match(name)
-        if match and (number := int(match[1])) >= trunk_layers:
-            layers.setdefault(number, {})[name] = file
-    return layers
+def _tensor_files(directory: Path) -> dict[str, Path]:
+    """The file that holds each of a directory's tensors."""
+    files: dict[str, Path] = {}
+    for file in weight_files(directory):
+        with safe_open(file, framework="pt") as tensors:
+            files.update(dict.fromkeys(tensors.keys(), file))
+    return files
 
 
 def _load(checkpoint: Checkpoint, trunk: Trunk, files: dict[str, Path]) -> NativeHead:

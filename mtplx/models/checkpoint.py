@@ -18,6 +18,7 @@ import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +52,11 @@ class Checkpoint:
     def is_gguf(self) -> bool:
         """Whether the checkpoint is a single GGUF file."""
         return self.path.is_file()
+
+    @cached_property
+    def gguf_file(self) -> gguf.GgufFile:
+        """The file's header, parsed once: a vocabulary takes a tenth of a second."""
+        return gguf.read_gguf(self.path)
 
 
 @dataclass(frozen=True)
@@ -109,6 +115,7 @@ _HUB_FILES = [
 # weights once more in another format.
 _NOT_HUB_FILES = ["*/*", "consolidated*"]
 
+_INDEX = "model.safetensors.index.json"
 _LFS_POINTER = b"version https://git-lfs"
 
 
@@ -122,14 +129,16 @@ def locate(model: str | os.PathLike[str]) -> Checkpoint:
     if model in _BUILT_IN:
         return _locate_built_in(str(model))
     name = os.fspath(model)
-    path = Path(name).expanduser()
+    path = _path(model)
     if path.is_dir():
         _check_directory(path)
     elif path.exists():
         _refuse_lfs_pointer(path)
         if path.suffix == ".safetensors":
             raise MtplxError(f"{path}: give the directory that holds this file and its config.json")
-        gguf.read_gguf(path)
+        found = Checkpoint(name, path)
+        _ = found.gguf_file  # checks it
+        return found
     elif (
         isinstance(model, os.PathLike) or name.startswith((".", "/", "~")) or path.suffix == ".gguf"
     ):
@@ -146,12 +155,19 @@ def locate(model: str | os.PathLike[str]) -> Checkpoint:
     return Checkpoint(name, path)
 
 
+def _path(name: str | os.PathLike[str]) -> Path:
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        raise MtplxError(f"{os.fspath(name)}: there is no such user on this machine") from None
+
+
 def locate_head(head: str | os.PathLike[str]) -> Path:
     """The directory of an attached head: a local one, or that of a hub id, downloaded.
 
     Raises `MtplxError` where there is none; its files are checked when it is loaded.
     """
-    path = Path(head).expanduser()
+    path = _path(head)
     if path.is_dir():
         return path
     name = os.fspath(head)
@@ -214,15 +230,7 @@ def _check_directory(path: Path) -> None:
     config = _read_json(path / "config.json")
     if not config:
         raise MtplxError(f"{path}: no config.json there, so it is no model in Hugging Face layout")
-    index_file = path / "model.safetensors.index.json"
-    index = _read_json(index_file)
-    if index:
-        try:
-            shards = [path / file for file in sorted(set(index["weight_map"].values()))]
-        except (KeyError, AttributeError, TypeError) as error:
-            raise MtplxError(f"{index_file}: lists no weight files: download it again") from error
-    else:
-        shards = sorted(path.glob("*.safetensors"))
+    shards = weight_files(path)
     if not shards:
         raise MtplxError(
             f"{path}: no .safetensors files there, and other weight formats are not loaded: "
@@ -230,7 +238,7 @@ def _check_directory(path: Path) -> None:
         )
     for shard in shards:
         if not shard.exists():
-            raise MtplxError(f"{shard}: missing, though {index_file.name} lists it: download it")
+            raise MtplxError(f"{shard}: missing, though {_INDEX} lists it: download it")
         _refuse_lfs_pointer(shard)
         try:
             with safe_open(shard, framework="np"):
@@ -239,6 +247,22 @@ def _check_directory(path: Path) -> None:
             raise MtplxError(
                 f"{shard}: damaged or truncated ({_in_one_line(error)}): download it again"
             ) from error
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The `.safetensors` files that make up a model: those its index lists, or else all there.
+
+    Raises `MtplxError` for an index that lists none.
+    """
+    index = _read_json(directory / _INDEX)
+    if not index:
+        return sorted(directory.glob("*.safetensors"))
+    try:
+        return [directory / file for file in sorted(set(index["weight_map"].values()))]
+    except (KeyError, AttributeError, TypeError) as error:
+        raise MtplxError(
+            f"{directory / _INDEX}: lists no weight files: download it again"
+        ) from error
 
 
 def _refuse_lfs_pointer(path: Path) -> None:
@@ -276,7 +300,7 @@ def load_config(checkpoint: Checkpoint) -> PreTrainedConfig:
 
     with reported(checkpoint):
         if checkpoint.is_gguf:
-            return gguf.load_config(gguf.read_gguf(checkpoint.path))
+            return gguf.load_config(checkpoint.gguf_file)
         declared = _read_json(checkpoint.path / "config.json")
         model_type = declared.get("model_type")
         if model_type not in CONFIG_MAPPING:
@@ -310,7 +334,7 @@ def load_model(
                 f"{checkpoint.name}: a {config.model_type} model is no causal language model"
             )
         if checkpoint.is_gguf:
-            model = gguf.load_model(gguf.read_gguf(checkpoint.path), dtype)
+            model = gguf.load_model(checkpoint.gguf_file, dtype)
         else:
             model, report = AutoModelForCausalLM.from_pretrained(
                 checkpoint.path,
@@ -332,7 +356,7 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
 
     with reported(checkpoint):
         if checkpoint.is_gguf:
-            return gguf.load_tokenizer(gguf.read_gguf(checkpoint.path))
+            return gguf.load_tokenizer(checkpoint.gguf_file)
         return AutoTokenizer.from_pretrained(
             checkpoint.path, local_files_only=True, trust_remote_code=False
         )
@@ -354,7 +378,7 @@ def generation_defaults(checkpoint: Checkpoint) -> GenerationDefaults:
     - Neither: nothing; the checkpoint has no opinion.
     """
     if checkpoint.is_gguf:
-        file = gguf.read_gguf(checkpoint.path)
+        file = checkpoint.gguf_file
         return GenerationDefaults(gguf.eos_token_ids(file), gguf.sampling(file))
 
     generation = _read_json(checkpoint.path / "generation_config.json")
@@ -393,6 +417,8 @@ def reported(checkpoint: Checkpoint) -> Iterator[None]:
         LookupError,
         ImportError,
         RuntimeError,
+        ArithmeticError,
+        TypeError,
         StrictDataclassError,
     ) as error:
         raise MtplxError(

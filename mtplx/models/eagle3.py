@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,6 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(q [B, heads, T, D], k and v [B, kv_heads, T, D]) -> [B, heads, T, D]; owns cache and mask."""
 
 WEIGHTS_FILE = "model.safetensors"
-LAYER_TYPES = ("llama", "qwen3")
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class Eagle3Config:
     verifier_architectures: tuple[str, ...] = ()
     depth: int = 3
 
-    def to_dict(self) -> dict[str, Any]:
-        """The config.json of the `speculators` format."""
+    def to_dict(self, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
+        """The config.json of the `speculators` format, for weights of this type."""
         return {
             "architectures": ["Eagle3DraftModel"],
             "speculators_model_type": "eagle3",
@@ -61,7 +61,7 @@ class Eagle3Config:
             "norm_output": self.norm_output,
             "target_hidden_size": None,
             "tie_word_embeddings": False,
-            "dtype": "bfloat16",
+            "dtype": str(dtype).removeprefix("torch."),
             "transformer_layer_config": self.layer.to_diff_dict(),
             "speculators_config": {
                 "algorithm": "eagle3",
@@ -92,41 +92,91 @@ class Eagle3Config:
             raise MtplxError(
                 f"{where}: speculators_model_type is {kind!r}; only 'eagle3' heads can be attached"
             )
-        layer = dict(raw.get("transformer_layer_config") or {})
+        field = partial(_field, where)
+        layer = dict(field(raw, "transformer_layer_config", dict, {}))
         model_type = layer.pop("model_type", "llama")
-        if model_type not in LAYER_TYPES:
-            raise MtplxError(f"{where}: decoder layers of type {model_type!r} are not supported")
+        if model_type != "llama":
+            raise MtplxError(
+                f"{where}: decoder layers of type {model_type!r} are not supported, only llama's"
+            )
         if layer.get("num_hidden_layers", 1) != 1:
             raise MtplxError(f"{where}: heads with more than one decoder layer are not supported")
-        if model_type == "qwen3":
-            raise MtplxError(f"{where}: qwen3 decoder layers (q_norm, k_norm) are not supported")
         if raw.get("fc_norm"):
             raise MtplxError(f"{where}: fc_norm (one norm per fused layer) is not supported")
-        ids = raw.get("eagle_aux_hidden_state_layer_ids") or [
+        ids = field(raw, "eagle_aux_hidden_state_layer_ids", list, None) or [
             2,
             trunk_layers // 2,
             trunk_layers - 3,
         ]
-        if len(ids) != 3 or not all(0 <= i <= trunk_layers for i in ids):
+        if len(ids) != 3 or not all(type(i) is int and 0 <= i <= trunk_layers for i in ids):
             raise MtplxError(
                 f"{where}: eagle_aux_hidden_state_layer_ids {ids} do not name three of the "
                 f"trunk's {trunk_layers} layers"
             )
-        meta = raw.get("speculators_config") or {}
-        verifier = meta.get("verifier") or {}
-        methods = meta.get("proposal_methods") or [{}]
-        config = LlamaConfig(**layer)
+        meta = field(raw, "speculators_config", dict, {})
+        verifier = field(meta, "verifier", dict, {})
+        methods = field(meta, "proposal_methods", list, None) or [{}]
+        method = methods[0] if isinstance(methods[0], dict) else {}
+        config = _layer_config(layer, where)
+        size = field(raw, "draft_vocab_size", int, config.vocab_size)
+        depth = field(method, "speculative_tokens", int, 3)
+        if size < 1 or depth < 1:
+            raise MtplxError(
+                f"{where}: draft_vocab_size ({size}) and speculative_tokens ({depth}) "
+                "must be 1 or more"
+            )
         return cls(
             layer=config,
-            draft_vocab_size=raw.get("draft_vocab_size") or config.vocab_size,
+            draft_vocab_size=size,
             aux_layer_ids=(ids[0], ids[1], ids[2]),
             norm_before_residual=bool(raw.get("norm_before_residual", False)),
             norm_before_fc=bool(raw.get("norm_before_fc", False)),
             norm_output=bool(raw.get("norm_output", False)),
-            verifier_name=verifier.get("name_or_path"),
-            verifier_architectures=tuple(verifier.get("architectures") or ()),
-            depth=methods[0].get("speculative_tokens") or 3,
+            verifier_name=field(verifier, "name_or_path", str, None),
+            verifier_architectures=tuple(field(verifier, "architectures", list, ())),
+            depth=depth,
         )
+
+
+def _field(where: str, raw: dict[str, Any], name: str, kind: type, default: Any) -> Any:
+    """A JSON value of this type; the default where there is none."""
+    value = raw.get(name)
+    if value is None:
+        return default
+    # In Python, not in JSON, true is a number.
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise MtplxError(f"{where}: {name} is {value!r}, not of type {_JSON[kind]}")
+    return value
+
+
+_JSON = {dict: "object", list: "array", int: "integer", str: "string"}
+
+
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+)
+
+
+def _layer_config(layer: dict[str, Any], where: str) -> LlamaConfig:
+    """The decoder layer's settings, checked to make a layer."""
+    try:
+        config = LlamaConfig(**layer)
+        LlamaRotaryEmbedding(config)  # the one part whose settings a class cannot check
+    # transformers checks types and raises its own kinds of errors, its rotary code any.
+    except Exception as error:
+        detail = " ".join(str(error).split()) or type(error).__name__
+        raise MtplxError(f"{where}: transformer_layer_config makes no layer: {detail}") from None
+    sizes = {name: getattr(config, name) for name in _SIZES}
+    heads, shared = config.num_attention_heads, config.num_key_value_heads
+    if any(type(size) is not int or size < 1 for size in sizes.values()) or heads % shared:
+        listed = ", ".join(f"{name} {size}" for name, size in sizes.items())
+        raise MtplxError(f"{where}: transformer_layer_config makes no layer: {listed}")
+    return config
 
 
 class Attention(nn.Module):
@@ -289,7 +339,7 @@ def save_head(head: Eagle3Head, directory: Path, dtype: torch.dtype = torch.bflo
         for name, t in head.state_dict().items()
     }
     save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt"})
-    (directory / "config.json").write_text(json.dumps(head.config.to_dict(), indent=2) + "\n")
+    (directory / "config.json").write_text(json.dumps(head.config.to_dict(dtype), indent=2) + "\n")
 
 
 def load_head(directory: Path, trunk_layers: int) -> Eagle3Head:

@@ -12,11 +12,14 @@ entry in the tables below go through transformers' own GGUF loader.
 from __future__ import annotations
 
 import mmap
+import shutil
 import struct
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import gcd, prod
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import gguf
@@ -246,15 +249,20 @@ def load_config(file: GgufFile) -> PreTrainedConfig:
 
     family = _FAMILIES.get(file.architecture)
     if family is None:
-        return AutoConfig.from_pretrained(
-            file.path.parent, gguf_file=file.path.name, local_files_only=True
-        )
+        with _alone(file) as place:
+            return AutoConfig.from_pretrained(**place)
 
     def value(key: str) -> Any:
-        return file[f"{file.architecture}.{key}"]
+        number = file[f"{file.architecture}.{key}"]
+        if isinstance(number, list):
+            raise MtplxError(
+                f"{file.path}: {key} differs from layer to layer, which no {family.model_type} "
+                "model in transformers has: use its Hugging Face checkpoint"
+            )
+        return number
 
     def optional(key: str, default: Any) -> Any:
-        return file.metadata.get(f"{file.architecture}.{key}", default)
+        return value(key) if f"{file.architecture}.{key}" in file.metadata else default
 
     heads = value("attention.head_count")
     head_dim = optional("attention.key_length", value("embedding_length") // heads)
@@ -284,6 +292,27 @@ def load_config(file: GgufFile) -> PreTrainedConfig:
         pad_token_id=file.metadata.get("tokenizer.ggml.padding_token_id"),
         **biases,
     )
+
+
+@contextmanager
+def _alone(file: GgufFile) -> Iterator[dict[str, Any]]:
+    """The file as an argument for transformers' loaders, in a directory where nothing else is.
+
+    They would read its neighbours too, though a GGUF file is a model of its own, and ask whether
+    to run the code that one of them may name.
+    """
+    with TemporaryDirectory() as directory:
+        place = Path(directory, file.path.name)
+        try:
+            place.symlink_to(file.path.resolve())
+        except OSError:  # Windows lets only some users
+            shutil.copyfile(file.path, place)
+        yield {
+            "pretrained_model_name_or_path": directory,
+            "gguf_file": place.name,
+            "local_files_only": True,
+            "trust_remote_code": False,
+        }
 
 
 def _has_llama_biases(file: GgufFile) -> bool:
@@ -435,13 +464,10 @@ def _load_through_transformers(file: GgufFile, dtype: torch.dtype) -> PreTrained
     from transformers import AutoModelForCausalLM
     from transformers.utils.quantization_config import GgufConfig
 
-    model = AutoModelForCausalLM.from_pretrained(
-        file.path.parent,
-        gguf_file=file.path.name,
-        quantization_config=GgufConfig(dequantize=True),
-        dtype=dtype,
-        local_files_only=True,
-    )
+    with _alone(file) as place:
+        model = AutoModelForCausalLM.from_pretrained(
+            **place, quantization_config=GgufConfig(dequantize=True), dtype=dtype
+        )
     # The weights are plain now, but the model still calls itself quantised and would refuse to be
     # saved or trained.
     model.hf_quantizer = None
@@ -513,9 +539,8 @@ def load_tokenizer(file: GgufFile) -> PreTrainedTokenizerBase:
                 f"{file.path}: how its tokenizer splits text ({pre!r}) is not known here "
                 f"(known: {', '.join(sorted(_SPLITTERS))}): use the model's Hugging Face checkpoint"
             )
-        return AutoTokenizer.from_pretrained(
-            file.path.parent, gguf_file=file.path.name, local_files_only=True
-        )
+        with _alone(file) as place:
+            return AutoTokenizer.from_pretrained(**place)
 
     tokens = file["tokenizer.ggml.tokens"]
 

@@ -109,7 +109,9 @@ class SlotCache(Cache):  # type: ignore[misc]
         for layer in self.slots.values():
             layer.keep_rows(rows)
 
-    # transformers asks these before it sees that the mask is already made.
+    # transformers asks these before it sees that the mask is already made, and a class that is
+    # given no positions would count on from `get_seq_length`. Rows have no one length, so every
+    # pass is given positions; that a class heeds them is checked by the trunk.
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0 if self.span is None else self.span.end
 

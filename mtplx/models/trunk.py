@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
@@ -28,13 +30,25 @@ class TrunkOutput:
     logits: Tensor | None
 
 
+class _Seen(threading.local):
+    """What hooks saw of a thread's last pass."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self.hidden: Any = None
+        self.streams: dict[int, Tensor] = {}
+
+
 class Trunk:
     """A transformers causal LM with taps on its residual stream.
 
     Layer id i taps the stream after i decoder layers (0: the embedding's output), before the
-    last norm. Models whose layers keep anything but keys and values are refused; a sliding
-    window, or a rotary embedding that changes with the length, becomes a limit on the context,
-    within which it changes nothing.
+    last norm. Models whose layers keep anything but keys and values are refused, and so are those
+    that do not give each row of a ragged batch its own logits; a sliding window, or a rotary
+    embedding that changes with the length, becomes a limit on the context, within which it
+    changes nothing.
     """
 
     def __init__(self, model: Any) -> None:
@@ -48,16 +62,35 @@ class Trunk:
         self.context = _context(self.model, self.config)
         self.dtype: torch.dtype = self.model.dtype
         self.device: torch.device = self.model.device
-        self._seen: dict[int, Tensor] = {}
+        # What hooks record belongs to the thread whose pass it is.
+        self._seen = _Seen()
         self._hooked: set[int] = set()
+        self.decoder.register_forward_hook(self._record_hidden)
+        _require_ragged_rows(self)
+
+    def tap(self, layer_ids: Sequence[int]) -> None:
+        """Record the residual stream at these layers in every pass from now on.
+
+        Raises:
+            MtplxError: the decoder does not keep its layers where they can be tapped.
+        """
+        for layer_id in sorted(set(layer_ids) - self._hooked):
+            self._hook(layer_id)
+
+    def _record_hidden(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._seen.hidden = output.last_hidden_state
 
     def _hook(self, layer_id: int) -> None:
-        """Record the residual stream after this many layers in every pass from now on."""
-
         def record(module: nn.Module, inputs: Any, output: Any) -> None:
-            self._seen[layer_id] = output[0] if isinstance(output, tuple) else output
+            self._seen.streams[layer_id] = output[0] if isinstance(output, tuple) else output
 
-        module = self.embed if layer_id == 0 else self.decoder.layers[layer_id - 1]
+        layers = getattr(self.decoder, "layers", None)
+        if layers is None:
+            raise MtplxError(
+                f"no head can be attached to a model of type {self.config.model_type!r}: its "
+                "decoder has no `layers` to tap; run it without one"
+            )
+        module = self.embed if layer_id == 0 else layers[layer_id - 1]
         module.register_forward_hook(record)
         self._hooked.add(layer_id)
 
@@ -108,19 +141,14 @@ class Trunk:
         return torch.zeros_like(span.mask, dtype=self.dtype).masked_fill(~span.mask, hidden)
 
     def _run(self, taps: Sequence[int], with_logits: bool, **inputs: Any) -> TrunkOutput:
-        for layer_id in set(taps) - self._hooked:
-            self._hook(layer_id)
-        captured: list[Tensor] = []
-        hook = self.decoder.register_forward_hook(
-            lambda module, inputs, output: captured.append(output.last_hidden_state)
-        )
-        try:
-            output = (self.model if with_logits else self.decoder)(**inputs)
-        finally:
-            hook.remove()
-        aux = torch.cat([self._seen[i] for i in taps], dim=-1) if taps else None
-        self._seen.clear()
-        return TrunkOutput(captured[0], aux, output.logits if with_logits else None)
+        self.tap(taps)
+        output = (self.model if with_logits else self.decoder)(**inputs)
+        seen = self._seen
+        aux = torch.cat([seen.streams[i] for i in taps], dim=-1) if taps else None
+        hidden = seen.hidden
+        # Not kept longer than needed: a long prompt's streams are large.
+        seen.clear()
+        return TrunkOutput(hidden, aux, output.logits if with_logits else None)
 
 
 def _context(model: Any, config: Any) -> int:
@@ -145,3 +173,65 @@ def _context(model: Any, config: Any) -> int:
         if isinstance(parameters, dict) and parameters.get("rope_type") == "longrope":
             context = min(context, int(parameters["original_max_position_embeddings"]))
     return context
+
+
+_NOISE = {torch.float64: 1e-3, torch.float32: 1e-3}
+"""Relative error that rounding alone may make; 0.1 in narrower types."""
+
+
+def _require_ragged_rows(trunk: Trunk) -> None:
+    """Refuses models that do not give each row of a ragged batch the logits it would get alone.
+
+    The engine gives every pass positions, a mask and a cache of its own making. Some of
+    transformers' classes have no place for one of them, and some overlook it; so, where there are
+    weights, a short text is run both ways.
+    """
+    reason = _misfit(trunk)
+    if reason is None and trunk.device.type != "meta":
+        try:
+            if not _keeps_rows_apart(trunk):
+                reason = "rows of different lengths in one batch change each other's logits"
+        except Exception as error:  # whatever the model's code raises for what it did not expect
+            text = " ".join(str(error).split()) or type(error).__name__
+            reason = f"a short pass over rows of different lengths failed ({text})"
+    if reason:
+        raise MtplxError(
+            f"model type {trunk.config.model_type!r} cannot be run: {reason}; "
+            "take a model of another type"
+        )
+
+
+def _misfit(trunk: Trunk) -> str | None:
+    """Why the model's class cannot be run as slots need it, as far as that shows without a pass."""
+    if trunk.decoder is trunk.model:
+        return "transformers does not tell its decoder from its output head"
+    parameters = signature(trunk.decoder.forward).parameters
+    for name, what in (("position_ids", "positions"), ("cache", "a cache")):
+        if name not in parameters:
+            return f"its code in transformers cannot be given {what}"
+    if any(getattr(module, "is_causal", True) is False for module in trunk.decoder.modules()):
+        return "its attention looks ahead"
+    # Right while a batch fits into the window of its local layers: too long for a trial pass.
+    if trunk.config.model_type == "gpt_neo":
+        return "its attention has a mask of its own, which knows one length for all rows"
+    return None
+
+
+@torch.inference_mode()
+def _keeps_rows_apart(trunk: Trunk) -> bool:
+    lengths, width = [1, 2], 2
+    tokens = torch.arange(8, device=trunk.device).view(2, 4) % trunk.vocab_size
+    alone = trunk.read(tokens).hidden
+    span = Span.after(lengths, width, trunk.device)
+    cache = trunk.new_cache(span.end)
+    start = Span.after([0, 0], max(lengths), trunk.device)
+    trunk.forward(tokens[:, : max(lengths)], start, cache, with_logits=False)
+    together = trunk.forward(tokens.gather(1, span.positions), span, cache).hidden.float()
+    alone = torch.stack([alone[b, n : n + width] for b, n in enumerate(lengths)]).float()
+    wrong, right = (together - alone).norm(dim=-1), alone.norm(dim=-1)
+    agrees = wrong <= _NOISE.get(trunk.dtype, 0.1) * right
+    # A type too narrow for the weights is no fault of the model's code.
+    agrees |= ~right.isfinite()
+    # Of each row the better position: rounding can send a token to another expert, which is no
+    # fault, while a wrong mask or position shows in all of a row.
+    return bool(agrees.any(1).all())

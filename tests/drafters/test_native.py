@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from functools import partial
 
 import pytest
+import tiny_checkpoint
 import tiny_native
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
@@ -16,10 +18,11 @@ from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
 from mtplx.drafters.find import find_head
-from mtplx.drafters.native import load_native_head, mtp_layers
+from mtplx.drafters.native import load_native_head
 from mtplx.engine.decoding import Batch
 from mtplx.engine.request import Request
 from mtplx.errors import MtplxError
+from mtplx.inspection import inspect
 from mtplx.models.checkpoint import Checkpoint, load_config, load_model
 from mtplx.models.trunk import Trunk
 from mtplx.sampling import SamplerConfig
@@ -315,9 +318,33 @@ def test_nothing_promised_and_nothing_there_is_no_news(tmp_path):
     assert load(tmp_path)[1:] == (None, ())
 
 
+def test_layers_in_a_module_of_their_own_are_a_note(tmp_path):
+    """Qwen3-Next's layout, on a trunk that can be run; the same as what `inspect` says."""
+    tiny_checkpoint.write(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    mtp = {"mtp.fc.weight": torch.zeros(3, 5), "mtp.layers.0.mlp.weight": torch.zeros(3)}
+    save_file(weights | mtp, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert load(tmp_path)[1:] == (
+        None,
+        ("nothing is drafted: the MTP layers of a llama model are not run yet",),
+    )
+    found = inspect(tmp_path)
+    assert (found.mtp.kind, found.mtp.layers, found.mtp.usable) == ("native", 1, False)
+
+
+@pytest.mark.parametrize("key", ["num_nextn_predict_layers", "mtp_num_hidden_layers"])
+def test_a_promise_by_either_name_is_a_note(tmp_path, key):
+    tiny_checkpoint.write(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {key: 2}))
+    (note,) = load(tmp_path)[2]
+    assert "promises 2 MTP layer(s)" in note
+    mtp = inspect(tmp_path).mtp
+    assert (mtp.kind, mtp.layers) == ("missing", 2)
+
+
 def test_the_first_of_several_layers_drafts_and_a_note_says_so(tmp_path, directory, loaded):
     tiny_native.write(tmp_path, loaded[0].config.model_type, mtp_layers=2)
-    assert sorted(mtp_layers(tmp_path, tiny_native.TRUNK_LAYERS)) == [2, 3]
     trunk, head, notes = load(tmp_path)
     assert len(notes) == 1 and "2 MTP layers" in notes[0]
     reference = StraightLine(tmp_path)

@@ -26,6 +26,7 @@ from mtplx.models.checkpoint import (
     load_model,
     load_tokenizer,
     locate,
+    locate_head,
 )
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -175,6 +176,11 @@ def test_a_path_is_never_a_hub_id(name, monkeypatch):
     assert refusal(lambda: locate(name)).endswith("no such file or directory")
 
 
+@pytest.mark.parametrize("find", [locate, locate_head])
+def test_a_home_that_nobody_has_is_one_line(find):
+    assert "~nosuchuser/x: there is no such user" in refusal(lambda: find("~nosuchuser/x"))
+
+
 def test_a_path_object_is_never_a_hub_id(tmp_path, monkeypatch):
     from pathlib import Path
 
@@ -200,7 +206,7 @@ def test_what_is_no_model_is_told_what_is(name):
 def test_a_hub_id_brings_data_and_no_code(whole, monkeypatch):
     download = Mock(return_value=str(whole))
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert locate("org/name") == Checkpoint("org/name", whole)
+    assert locate("org/name") == Checkpoint("org/name", whole, origin="org/name")
     (repository,), options = download.call_args
     assert repository == "org/name"
     wanted = {
@@ -451,6 +457,15 @@ def test_a_gguf_file_is_a_checkpoint(tmp_path):
     assert generation_defaults(found) == GenerationDefaults((3,), {})
     assert "m.gguf" in refusal(lambda: load_model(found, torch.float32))
     assert "m.gguf" in refusal(lambda: load_tokenizer(found))
+
+
+def test_the_header_of_a_gguf_file_is_parsed_once(tmp_path, monkeypatch):
+    path = tmp_path / "m.gguf"
+    write_gguf(path, "llama")
+    found = locate(path)
+    monkeypatch.setattr("mtplx.models.gguf.read_gguf", lambda path: pytest.fail("read again"))
+    assert generation_defaults(found) == GenerationDefaults((3,), {})
+    assert "m.gguf" in refusal(lambda: load_config(found))
 
 
 def test_a_truncated_gguf_file_is_found_at_once(tmp_path):

@@ -1,6 +1,8 @@
 """GGUF files: tiny ones written here from random transformers models, and the default model."""
 
+import json
 import random
+from pathlib import Path
 from unittest.mock import Mock
 
 import gguf as gguf_package
@@ -339,6 +341,14 @@ def test_a_file_that_is_not_the_model_it_says_is_refused(tmp_path, options, mess
     assert "m.gguf" in str(caught.value)
 
 
+@pytest.mark.parametrize("key", ["head_count", "head_count_kv"])
+def test_numbers_that_differ_from_layer_to_layer_are_refused(tmp_path, key):
+    several = {f"llama.attention.{key}": [4, 2]}
+    file = write(tmp_path / "m.gguf", tiny(), metadata=several)
+    with pytest.raises(MtplxError, match=rf"m\.gguf: attention\.{key} differs from layer to layer"):
+        gguf.load_config(file)
+
+
 def test_an_undecodable_block_format_is_named(tmp_path, monkeypatch):
     with pytest.raises(NotImplementedError):
         gguf.GgufTensor((2, 256), Kind.Q8_K, np.zeros((2, 292), np.uint8)).dequantize()
@@ -527,6 +537,34 @@ def test_an_unknown_split_is_refused_and_not_guessed(tmp_path):
     file = write(tmp_path / "m.gguf", tiny(), metadata={"tokenizer.ggml.pre": "runes"})
     with pytest.raises(MtplxError, match=r"'runes'.*known: .*smollm"):
         gguf.load_tokenizer(file)
+
+
+def test_what_lies_beside_a_file_does_not_matter(tmp_path, monkeypatch):
+    """transformers' own loaders, which are used for what is not known here, read neighbours."""
+    mark = tmp_path / "code-was-run"
+    (tmp_path / "custom.py").write_text(f"open({str(mark)!r}, 'w')\n")
+    for name in ("config.json", "tokenizer_config.json"):
+        auto_map = {"AutoConfig": "custom.C", "AutoTokenizer": ["custom.T", "custom.T"]}
+        (tmp_path / name).write_text(json.dumps({"model_type": "x", "auto_map": auto_map}))
+    model = tiny("qwen2")
+    file = write(tmp_path / "m.gguf", model, "qwen2", metadata={"tokenizer.ggml.pre": "tekken"})
+    monkeypatch.setattr(gguf, "_FAMILIES", {})
+    monkeypatch.setattr("builtins.input", Mock(side_effect=AssertionError("asked")))
+    assert gguf.load_config(file).model_type == "qwen2"
+    seen = {}
+
+    def load(pretrained_model_name_or_path, **settings):
+        files = [path.name for path in Path(pretrained_model_name_or_path).iterdir()]
+        seen.update(settings, files=files)
+        return model
+
+    # The real one wants another package.
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", load)
+    assert gguf.load_model(file, torch.float32) is model
+    assert (seen["files"], seen["trust_remote_code"]) == (["m.gguf"], False)
+    tokenizer = gguf.load_tokenizer(file)
+    assert tokenizer.decode(tokenizer("hello 12").input_ids) == "hello 12"
+    assert not mark.exists()
 
 
 def test_a_split_that_only_transformers_knows_goes_through_it(tmp_path):

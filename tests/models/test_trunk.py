@@ -5,6 +5,7 @@ import tiny
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from mtplx.drafters.attached import AttachedHead
 from mtplx.errors import MtplxError
 from mtplx.models.slots import Span
 from mtplx.models.trunk import Trunk
@@ -162,3 +163,65 @@ def test_layers_that_keep_other_states_are_refused(model_type, settings, kind):
         MtplxError, match=f"model type '{model_type}' has layers of kind {kind}; only attention"
     ):
         Trunk(model(model_type, **settings))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "reason"),
+    [
+        ("bloom", {}, "its code in transformers cannot be given positions"),
+        ("bart", {}, "cannot be given positions"),
+        ("openai-gpt", {}, "its code in transformers cannot be given a cache"),
+        (
+            "llama4_text",
+            {"layer_types": ["full_attention"] * 2},
+            "does not tell its decoder from its output head",
+        ),
+        ("gpt_neo", {"attention_types": [[["global", "local"], 1]]}, "a mask of its own"),
+        ("bert", {}, "its attention looks ahead"),
+    ],
+)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_families_that_cannot_be_run_are_refused_with_and_without_weights(
+    model_type, settings, reason, device
+):
+    with torch.device(device):
+        refused = model(model_type, **settings)
+    with pytest.raises(MtplxError, match=f"model type '{model_type}' cannot be run: .*{reason}"):
+        Trunk(refused)
+
+
+@pytest.mark.parametrize("broken", ["mask", "positions", "crash"])
+def test_a_model_that_overlooks_what_it_is_given_is_found_out(broken):
+    llama = model("llama", initializer_range=0.5)
+    assert Trunk(llama)
+
+    def overlook(module, args, kwargs):
+        if broken == "mask":
+            return args, kwargs | {"attention_mask": None}
+        if broken == "positions" and kwargs.get("position_ids") is not None:
+            return args, kwargs | {"position_ids": torch.full_like(kwargs["position_ids"], 1)}
+        if broken == "crash":
+            raise KeyError("two\nlines")
+        return args, kwargs
+
+    llama.model.register_forward_pre_hook(overlook, with_kwargs=True)
+    says = "failed .*two.*lines" if broken == "crash" else "change each other's logits"
+    with pytest.raises(MtplxError, match=f"model type 'llama' cannot be run: .*{says}") as caught:
+        Trunk(llama)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rounding_is_no_reason_to_refuse(dtype):
+    assert Trunk(model("mixtral", initializer_range=0.5).to(dtype)).dtype == dtype
+
+
+def test_a_decoder_without_a_list_of_layers_runs_but_has_nothing_to_tap():
+    trunk = Trunk(model("gpt2"))
+    tokens = torch.randint(13, (2, 9), generator=torch.Generator().manual_seed(1))
+    output = read_in_passes(trunk, tokens, [2, 5], 3)
+    for b, length in enumerate([2, 5]):
+        whole = trunk.model(tokens[b : b + 1, : length + 3]).logits
+        torch.testing.assert_close(output.logits[b], whole[0, length:], rtol=1e-4, atol=1e-5)
+    with pytest.raises(MtplxError, match="no head can be attached to a model of type 'gpt2'"):
+        AttachedHead(tiny.eagle3(tiny.llama(13)), trunk)
