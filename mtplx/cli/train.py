@@ -45,7 +45,10 @@ def train(
     minutes: Annotated[
         float, typer.Option(metavar="N", help="Time for training; ends it if it comes first.")
     ] = 110.0,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in OUT.")] = False,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Go on with the run in OUT, from whatever stage it came to."),
+    ] = False,
     draft_vocab: Annotated[
         int, typer.Option(min=1, metavar="N", help="Tokens the head can draft.")
     ] = 8192,
@@ -62,10 +65,15 @@ def train(
     dtype: options.Dtype = None,
     json: options.Json = False,
 ) -> None:
-    """Train an MTP head on text that the model wrote, and report what it accepts."""
+    """Train an MTP head on text that the model wrote, and report what it accepts.
+
+    Runs on the CPU, whatever other devices there are.
+    """
     layers = _layer_ids(taps)
+    from mtplx.training.recipe import check_directory, train_head
+
+    check_directory(out, resume)
     llm = options.load_llm(model, None, dtype, "cpu")
-    from mtplx.training.recipe import train_head
     from mtplx.training.trainer import TrainConfig
 
     count = llm.trunk.layers

@@ -104,6 +104,68 @@ def write_report(
     _plot(directory / "training.png", history)
 
 
+def write_card(directory: Path, acceptances: list[Acceptance], facts: dict[str, Any]) -> None:
+    """`README.md`: what the head is, what it was trained on, how good it is, how to use it.
+
+    Args:
+        directory: of the head.
+        acceptances: on held-out text.
+        facts: those of `report.json`.
+    """
+    model, positions = facts["model"], range(len(acceptances[0].by_position))
+    table = [
+        ["sampler", *(f"position {i + 1}" for i in positions), "tokens per cycle"],
+        ["---", *("---:" for _ in positions), "---:"],
+    ]
+    for a in acceptances:
+        table.append([a.sampler, *(f"{x:.3f}" for x in a.by_position), f"{a.tokens_per_cycle:.2f}"])
+    rows = "\n".join(f"| {' | '.join(row)} |" for row in table)
+    options = json.dumps(
+        {"method": "eagle3", "model": "HEAD", "num_speculative_tokens": len(positions)}
+    )
+    (directory / "README.md").write_text(
+        f"""# EAGLE-3 head for {model}
+
+Drafts tokens for {model}, which verifies them: the text stays the model's own, and takes fewer
+passes of it. {facts["parameters"] / 1e6:.1f} million parameters, in the `speculators` format.
+
+## Training
+
+By self-distillation with mtplx on {facts["conversations"]} conversations
+({facts["tokens"]} tokens, {facts["answer_tokens"]} of them answers) that the model wrote, of which
+{facts["held_out_conversations"]} were kept for the table below. {facts["epochs"]} epochs,
+{facts["steps"]} steps, {facts["minutes"]} minutes on the CPU. `report.json` has all settings,
+`history.json` the loss of every step.
+
+## Acceptance
+
+Probability that a drafted token is kept, on held-out text, given that the drafts before it were:
+
+{rows}
+
+The last column is what these make if acceptances were independent; the token that the model adds
+to every draft is counted.
+
+## Use
+
+HEAD is this directory, MODEL the model's name or directory.
+
+With mtplx:
+
+```
+mtplx generate "Hello" --model MODEL --head HEAD
+```
+
+With vLLM:
+
+```
+vllm serve MODEL --speculative-config '{options}'
+```
+""",
+        encoding="utf-8",
+    )
+
+
 def _plot(path: Path, history: list[dict[str, float]]) -> None:
     try:
         from matplotlib.figure import Figure
@@ -119,6 +181,18 @@ def _plot(path: Path, history: list[dict[str, float]]) -> None:
     axes.set_xlabel("minutes")
     axes.set_ylabel("training loss")
     axes.grid(alpha=0.3)
+    names = sorted({name for h in history for name in h if name.startswith("accepted_")})
+    second = axes.twinx() if names else None
+    for i, name in enumerate(names):
+        assert second is not None
+        # Acceptance is computed in the schedule's later part only.
+        measured = [h for h in history if h.get(name)]
+        at, kept = (_smooth([h[key] for h in measured], width) for key in ("minutes", name))
+        second.plot(at, kept, color=f"C{i + 1}", label=f"draft position {i + 1}")
+    if second is not None:
+        second.set_ylabel("acceptance in training")
+        second.set_ylim(0, 1)
+        second.legend()
     figure.savefig(path, dpi=120)
 
 

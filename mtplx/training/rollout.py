@@ -50,7 +50,8 @@ def rollout(
 
     Args:
         head: the head in training.
-        embedding: the trunk's token embeddings, [V, H], of the head's own type.
+        embedding: the trunk's token embeddings, [V, H], in the head's own type, whatever the
+            trunk's.
         batch: conversations.
         steps: draft steps.
         scale: typical size of each channel of the tapped streams, [3H]; the head sees streams
@@ -61,7 +62,8 @@ def rollout(
     """
     layer, attention = head.layer, head.layer.self_attn
     context_at, rows_at = batch.positions()
-    fused = head.fuse(torch.cat([batch.context, batch.rows], 1) * (1 / scale).to(embedding.dtype))
+    streams = torch.cat([batch.context, batch.rows], 1).to(embedding.dtype)
+    fused = head.fuse(streams * (1 / scale).to(embedding.dtype))
     width = batch.context.shape[1]
     # One layer: the context's keys and values do not depend on its own outputs, so the rest of
     # the layer need not run over it.

@@ -32,6 +32,7 @@ ANSWERS = (
 """Answers are written at the temperatures people use, in turn."""
 
 QUESTION_TOKENS, ANSWER_TOKENS = 64, 224
+"""At most."""
 
 OPENINGS = (
     "Translate the following sentence from German to English: ",
@@ -110,23 +111,34 @@ class Author:
             [{"role": "user", "content": mark}], tokenize=False, add_generation_prompt=True
         )
         self._header, _, self._footer = rendered.partition(mark)
+        needed = len(self._prompt("")) + QUESTION_TOKENS + ANSWER_TOKENS
+        if self.trunk.context < needed:
+            raise MtplxError(
+                f"the model's context of {self.trunk.context} tokens is too short to write in; a "
+                f"question and its answer take {needed}"
+            )
 
     def write(self, count: int, progress: Callable[[str, int, int], None]) -> Conversations:
-        """About `count` conversations: half free, a quarter opened, a quarter about documents."""
-        free = count // 2
-        opened = (count - free) // 2
+        """`count` conversations: half free, a quarter opened, a quarter about documents."""
+        about, opened = count // 4, count // 4
+        free = count - opened - about
+        done = 0
+
+        def written(texts: int) -> None:
+            nonlocal done
+            done += texts
+            progress("text", done, free + opened + count)
+
         openings = [""] * free + [self.rng.choice(OPENINGS) for _ in range(opened)]
-        questions = [
-            opening + self._text(tokens)
-            for opening, tokens in zip(openings, self._continue(openings, progress), strict=True)
-        ]
-        prompts = [self._ids(self._header + q + self._footer) for q in questions]
-        answers = self._answer(prompts, progress)
-        texts = [self._text(a) for a in answers]
-        tasks = [self._task(texts, questions) for _ in range(count - free - opened)]
-        more = [self._ids(self._header + task + self._footer) for task in tasks]
-        answers += self._answer(more, progress)
-        prompts += more
+        headed = [self._ids(self._header + opening) for opening in openings]
+        continued = self._generate(headed, [QUESTION], QUESTION_TOKENS, written)
+        questions = [o + self._text(t) for o, t in zip(openings, continued, strict=True)]
+        prompts = [self._prompt(question) for question in questions]
+        answers = self._generate(prompts, list(ANSWERS), ANSWER_TOKENS, written)
+        texts = [text for text in map(self._text, answers) if text]
+        tasks = [self._prompt(self._task(texts, questions)) for _ in range(about)]
+        answers += self._generate(tasks, list(ANSWERS), ANSWER_TOKENS, written)
+        prompts += tasks
         return Conversations(
             np.array(
                 [t for p, a in zip(prompts, answers, strict=True) for t in [*p, *a]], np.int32
@@ -135,37 +147,30 @@ class Author:
             np.array([len(p) for p in prompts], np.int32),
         )
 
-    def _continue(
-        self, openings: list[str], progress: Callable[[str, int, int], None]
-    ) -> list[list[int]]:
-        prompts = [self._ids(self._header + opening) for opening in openings]
-        return self._generate("questions", prompts, [QUESTION], QUESTION_TOKENS, progress)
-
-    def _answer(
-        self, prompts: list[list[int]], progress: Callable[[str, int, int], None]
-    ) -> list[list[int]]:
-        return self._generate("answers", prompts, list(ANSWERS), ANSWER_TOKENS, progress)
-
     def _task(self, texts: list[str], questions: list[str]) -> str:
-        parts: list[str] = []
-        wanted = self.rng.choice(DOCUMENT_TOKENS)
-        while sum(len(self._ids(part)) for part in parts) < wanted:
-            parts.append(self.rng.choice(texts))
-        return self.rng.choice(TASKS).format(
-            document="\n\n".join(parts), question=self.rng.choice(questions)
-        )
+        """About a document that leaves room for an answer; a bare question where none can."""
+        task, question = self.rng.choice(TASKS), self.rng.choice(questions)
+        frame = len(self._prompt(task.format(document="", question=question)))
+        room = self.trunk.context - ANSWER_TOKENS - frame
+        if not texts or room < 1:
+            return question
+        wanted = min(self.rng.choice(DOCUMENT_TOKENS), room)
+        document = self.rng.choice(texts)
+        while len(self._ids(document)) < wanted:
+            document += "\n\n" + self.rng.choice(texts)
+        document = self._text(self._ids(document)[:room])
+        return task.format(document=document, question=question)
 
     def _generate(
         self,
-        what: str,
         prompts: list[list[int]],
         samplings: list[SamplerConfig],
         max_tokens: int,
-        progress: Callable[[str, int, int], None],
+        written: Callable[[int], None],
     ) -> list[list[int]]:
         # Alike in length, so that a batch's slots are filled alike.
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-        written: list[list[int]] = [[] for _ in prompts]
+        texts: list[list[int]] = [[] for _ in prompts]
         for start in range(0, len(order), self.batch):
             rows = order[start : start + self.batch]
             requests = [
@@ -181,9 +186,12 @@ class Author:
             ]
             for bursts in Batch(self.trunk, None, requests).run():
                 for burst in bursts:
-                    written[rows[burst.index]] += burst.tokens
-            progress(what, min(start + self.batch, len(order)), len(order))
-        return written
+                    texts[rows[burst.index]] += burst.tokens
+            written(len(rows))
+        return texts
+
+    def _prompt(self, content: str) -> list[int]:
+        return self._ids(self._header + content + self._footer)
 
     def _ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])

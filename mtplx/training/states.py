@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mtplx.models.trunk import Trunk
+from mtplx.training.kept import replacing
 from mtplx.training.text import Conversations
 
 TOKENS_PER_PASS = 4096
@@ -41,7 +42,7 @@ class TrunkStates:
             "taps": taps,
             "shape": list(shape),
             "tokens": hashlib.sha256(text.tokens.tobytes()).hexdigest(),
-            "trunk": _fingerprint(trunk.embed.weight),
+            "trunk": _hash(trunk.embed.weight),
         }
         path = directory / "states.bf16"
         marks = json.loads(self._marks.read_text()) if self._marks.exists() else {}
@@ -71,7 +72,8 @@ class TrunkStates:
                 length = text.lengths[row]
                 self._array[starts[row] : starts[row] + length] = raw[b, :length]
             self.done += len(rows)
-            self._marks.write_text(json.dumps({"identity": self._identity, "done": self.done}))
+            with replacing(self._marks) as fresh:
+                fresh.write_text(json.dumps({"identity": self._identity, "done": self.done}))
             progress("trunk states", self.done, len(text))
 
     def of(self, start: int, stop: int) -> Tensor:
@@ -79,5 +81,14 @@ class TrunkStates:
         return torch.from_numpy(np.array(self._array[start:stop])).view(torch.bfloat16)
 
 
-def _fingerprint(weight: Tensor) -> str:
+def fingerprint(trunk: Trunk) -> str:
+    """Tells one model from another, its fine-tunes included: some of every weight, hashed.
+
+    In bfloat16, so that it is the same model in every type it is loaded in.
+    """
+    parts = [p.detach().flatten()[:256].to(torch.bfloat16) for p in trunk.model.parameters()]
+    return _hash(torch.cat(parts))
+
+
+def _hash(weight: Tensor) -> str:
     return hashlib.sha256(weight.detach().cpu().view(torch.uint8).numpy().tobytes()).hexdigest()

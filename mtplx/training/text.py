@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mtplx.errors import MtplxError
+from mtplx.training.kept import replacing
+
+_UNREADABLE = (OSError, EOFError, ValueError, TypeError, KeyError, zipfile.BadZipFile, zlib.error)
+"""What NumPy raises for a file that is no `.npz`, is cut off or damaged, or lacks an array."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +45,7 @@ class Conversations:
         """Read an `.npz` with arrays `tokens`, `lengths` and `prompt_lengths`.
 
         Raises:
-            MtplxError: not such a file, or its lengths do not add up.
+            MtplxError: not such a file, its lengths do not add up, or an id is negative.
         """
         try:
             with np.load(path) as file:
@@ -47,27 +54,39 @@ class Conversations:
                     lengths=file["lengths"].astype(np.int32),
                     prompt_lengths=file["prompt_lengths"].astype(np.int32),
                 )
-        except (OSError, ValueError, KeyError) as error:
+        except _UNREADABLE as error:
+            reason = " ".join(str(error).split())
             raise MtplxError(
-                f"{path}: not training text ({error}); expected an .npz with tokens, lengths "
+                f"{path}: not training text ({reason}); expected an .npz with tokens, lengths "
                 "and prompt_lengths"
             ) from None
+        if any(a.ndim != 1 for a in (found.tokens, found.lengths, found.prompt_lengths)):
+            raise MtplxError(f"{path}: tokens, lengths and prompt_lengths must be flat arrays")
         if found.lengths.sum() != len(found.tokens) or len(found.lengths) != len(
             found.prompt_lengths
         ):
             raise MtplxError(f"{path}: lengths do not add up to the tokens")
         if (found.prompt_lengths < 1).any() or (found.prompt_lengths > found.lengths).any():
             raise MtplxError(f"{path}: a prompt is empty or longer than its conversation")
+        if (found.tokens < 0).any():
+            raise MtplxError(f"{path}: holds negative token ids")
         return found
 
     def save(self, path: Path) -> None:
         """Write what `load` reads."""
-        np.savez_compressed(
-            path,
-            tokens=self.tokens.astype(np.uint32),
-            lengths=self.lengths,
-            prompt_lengths=self.prompt_lengths,
-        )
+        # An open file: given a path, NumPy would append .npz to it.
+        with replacing(path) as fresh, fresh.open("wb") as file:
+            np.savez_compressed(
+                file,
+                tokens=self.tokens.astype(np.uint32),
+                lengths=self.lengths,
+                prompt_lengths=self.prompt_lengths,
+            )
+
+    def hash(self) -> str:
+        """SHA-256 of all that is in it."""
+        arrays = (self.tokens, self.lengths, self.prompt_lengths)
+        return hashlib.sha256(b"".join(a.tobytes() for a in arrays)).hexdigest()
 
     @classmethod
     def join(cls, parts: list[Conversations]) -> Conversations:

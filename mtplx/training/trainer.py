@@ -19,9 +19,10 @@ from mtplx.errors import MtplxError
 from mtplx.models.eagle3 import Eagle3Config, Eagle3Head, save_head
 from mtplx.models.trunk import Trunk
 from mtplx.training import batches
+from mtplx.training.kept import replacing, require_same
 from mtplx.training.loss import Objective, draft_loss
 from mtplx.training.rollout import rollout
-from mtplx.training.states import TrunkStates
+from mtplx.training.states import TrunkStates, fingerprint
 
 STEP_WEIGHTS = (1.0, 0.8, 0.64)
 """A later draft counts only when the earlier ones were kept."""
@@ -54,6 +55,16 @@ class TrainConfig:
     intermediate_size: int = 2560
     taps: tuple[int, int, int] = (8, 18, 30)
     seed: int = 0
+
+
+def essentials(trunk: Trunk, config: TrainConfig) -> dict[str, object]:
+    """What a training cannot change on its way, by the names its user knows."""
+    return {
+        "model": fingerprint(trunk),
+        "--taps": list(config.taps),
+        "--width": config.intermediate_size,
+        "--draft-vocab": config.draft_vocab_size,
+    }
 
 
 def initial_head(trunk: Trunk, config: TrainConfig, vocabulary: Tensor, name: str) -> Eagle3Head:
@@ -115,8 +126,10 @@ class Trainer:
         self.head, self.states, self.config, self.directory = head, states, config, directory
         self.train_rows = train
         self.low = copy.deepcopy(head).cast(torch.bfloat16)
-        self.embedding: Tensor = states.trunk.embed.weight
-        self.targets_of: Tensor = states.trunk.model.get_output_embeddings().weight[head.draft_ids]
+        # In the type of the head's low copy and of the states, whatever the trunk runs in.
+        self.embedding: Tensor = states.trunk.embed.weight.to(torch.bfloat16)
+        output: Tensor = states.trunk.model.get_output_embeddings().weight
+        self.targets_of = output[head.draft_ids].to(torch.bfloat16)
         sample = torch.cat([states.of(i, i + 64) for i in states.text.starts[train[:256]]])
         streams = sample[:, : 3 * states.trunk.hidden_size].float()
         self.scale = streams.pow(2).mean(0).sqrt().clamp_min(1e-3)
@@ -157,21 +170,25 @@ class Trainer:
             "at": (self.epoch, self.batch, self.step, self.elapsed),
             "history": self.history,
             "config": asdict(self.config),
+            "identity": self._identity(),
         }
-        # Written beside and moved over: a stop in the middle must not cost the training.
-        fresh = self._state_file.with_suffix(".new")
-        torch.save(state, fresh)
-        fresh.replace(self._state_file)
+        with replacing(self._state_file) as fresh:
+            torch.save(state, fresh)
+
+    def _identity(self) -> dict[str, object]:
+        states = self.states
+        return essentials(states.trunk, self.config) | {"text": states.text.hash()}
 
     def resume(self) -> None:
         """Go on from the last `save`.
 
         Raises:
-            MtplxError: nothing to resume from.
+            MtplxError: nothing to resume from, or it was of another model, text or shape.
         """
         if not self._state_file.exists():
             raise MtplxError(f"{self._state_file}: nothing to resume from; leave out --resume")
         state = torch.load(self._state_file, weights_only=True)
+        require_same(state.get("identity", {}), self._identity(), self.directory)
         self.head.load_state_dict(state["head"])
         self.scale = state["scale"]
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
@@ -210,8 +227,7 @@ class Trainer:
                 self.elapsed += now - clock
                 clock = now
                 self.history.append(
-                    {"step": self.step, "minutes": self.elapsed / 60, "loss": loss}
-                    | {f"accepted_{i + 1}": a for i, a in enumerate(accepted)}
+                    {"step": self.step, "minutes": self.elapsed / 60, "loss": loss} | accepted
                 )
                 report("training", int(1000 * done), 1000)
                 if now - saved > save_every:
@@ -226,7 +242,8 @@ class Trainer:
             return Objective(1.0, 0.0, 0.6)
         return Objective(0.3, 1.0, (0.6, 0.6, 1.0)[self.step % 3])
 
-    def _learn(self, which: NDArray[np.int64], done: float) -> tuple[float, list[float]]:
+    def _learn(self, which: NDArray[np.int64], done: float) -> tuple[float, dict[str, float]]:
+        """One step; its loss, and the acceptance at the positions where it was computed."""
         rate = min(1.0, (self.step + 1) / 50) * min(1.0, max(0.02, (1 - done) / 0.5))
         for optimizer, base in zip(self.optimizers, self.rates, strict=True):
             for group in optimizer.param_groups:
@@ -243,7 +260,7 @@ class Trainer:
             low.data.copy_(high.data)
             low.grad = None
         total = torch.zeros(())
-        accepted: list[float] = []
+        accepted: dict[str, float] = {}
         steps = rollout(self.low, self.embedding, batch, len(STEP_WEIGHTS), self.scale)
         for i, (normed, counted) in enumerate(steps):
             here = slice(i, i + counted.shape[1])
@@ -256,7 +273,8 @@ class Trainer:
             )
             rows = max(1, len(normed))
             total = total + STEP_WEIGHTS[i] * loss / rows
-            accepted.append(kept.item() / rows)
+            if aim.acceptance and len(normed):
+                accepted[f"accepted_{i + 1}"] = kept.item() / rows
         torch.autograd.backward(total)
         for low, high in zip(self.low.parameters(), self.head.parameters(), strict=True):
             high.grad = None if low.grad is None else low.grad.float()
@@ -271,6 +289,8 @@ class Trainer:
         head.load_state_dict(self.head.state_dict())
         with torch.no_grad():
             head.fc.weight.div_(self.scale)
+        # What is returned is what is written, to the last bit.
+        head.cast(torch.bfloat16)
         save_head(head, directory)
         (directory / "history.json").write_text(json.dumps(self.history))
         return head

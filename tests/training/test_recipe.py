@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import random
 
+import numpy as np
 import pytest
 import tiny_checkpoint
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import mtplx
 from mtplx.cli.commands import app
 from mtplx.errors import MtplxError
-from mtplx.training import loss
+from mtplx.training import loss, recipe
+from mtplx.training.recipe import train_head
 from mtplx.training.selfplay import Author
 from mtplx.training.text import Conversations
+from mtplx.training.trainer import TrainConfig
 
 
 @pytest.fixture
@@ -39,7 +43,7 @@ def silent(what: str, done: int, total: int) -> None:
 def test_the_trunk_writes_conversations_in_its_template(author):
     text = author.write(12, silent)
     assert len(text) == 12
-    decoded = []
+    questions = []
     for start, length, prompt in zip(text.starts, text.lengths, text.prompt_lengths, strict=True):
         ids = text.tokens[start : start + length]
         question = author.tokenizer.decode(ids[:prompt])
@@ -50,10 +54,39 @@ def test_the_trunk_writes_conversations_in_its_template(author):
         ends = author.tokenizer.eos_token_id
         assert ends not in answer[:-1]
         assert answer[-1] == ends or len(answer) == 12
-        decoded.append(question)
+        questions.append(question)
     # The last quarter are tasks about documents made of earlier answers.
-    assert sum(len(q) for q in decoded[-3:]) / 3 > sum(len(q) for q in decoded[:6]) / 6
-    assert Conversations(text.tokens, text.lengths, text.prompt_lengths) == text
+    assert sum(len(q) for q in questions[-3:]) / 3 > sum(len(q) for q in questions[:6]) / 6
+
+
+def test_any_number_can_be_written(author):
+    for count in (1, 2, 5):
+        assert len(author.write(count, silent)) == count
+
+
+def test_documents_leave_room_for_an_answer_in_the_context(author, monkeypatch):
+    monkeypatch.setattr("mtplx.training.selfplay.DOCUMENT_TOKENS", (5000,))
+    task = author._prompt(author._task(["a longer text {with} braces"], ["why?"]))
+    # As long as can be, and no longer; a character cut in two may cost a token or so.
+    assert author.trunk.context - 12 - 4 <= len(task) <= author.trunk.context - 12
+
+
+def test_where_no_document_can_be_had_a_question_is_asked(author):
+    assert author._task([], ["why?"]) == "why?"
+    author.trunk.context = 40
+    assert author._task(["some text"], ["why?"]) == "why?"
+
+
+def test_a_model_that_answers_nothing_still_ends(author, monkeypatch):
+    monkeypatch.setattr(Author, "_text", lambda self, ids: "")
+    assert len(author.write(8, silent)) == 8
+
+
+def test_a_context_too_short_to_write_in_is_said(tmp_path):
+    small = tiny_checkpoint.write(tmp_path / "small", context=100)
+    llm = mtplx.load(small, dtype="float32", device="cpu")
+    with pytest.raises(MtplxError, match="context of 100 tokens is too short"):
+        Author(llm.trunk, llm.tokenizer, frozenset(), random.Random(0))
 
 
 def test_a_model_without_a_template_cannot_write(tmp_path):
@@ -74,10 +107,12 @@ def run(*arguments: object):
     return CliRunner().invoke(app, [str(a) for a in arguments])
 
 
+SETTINGS = ("--draft-vocab", 200, "--width", 16, "--rows", 64)
+
+
 def test_train_makes_a_head_that_drafts(model, tmp_path, short):
     out = tmp_path / "run"
-    settings = ["--draft-vocab", 200, "--width", 16, "--rows", 64, "--dtype", "bfloat16"]
-    arguments = ["train", out, "--model", model, "--write", 48, "--epochs", 1, *settings, "--json"]
+    arguments = ["train", out, "--model", model, "--write", 48, "--epochs", 1, *SETTINGS, "--json"]
     result = run(*arguments)
     assert result.exit_code == 0, result.output
     summary = json.loads(result.stdout)
@@ -86,6 +121,19 @@ def test_train_makes_a_head_that_drafts(model, tmp_path, short):
     report = json.loads((out / "head" / "report.json").read_text())
     assert report["conversations"] == 48
     assert report["steps"] > 0
+    # Its own name, not the path it lay at.
+    assert report["model"] == "model"
+    config = json.loads((out / "head" / "config.json").read_text())
+    assert config["speculators_config"]["verifier"]["name_or_path"] == "model"
+    card = (out / "head" / "README.md").read_text()
+    assert card.startswith("# EAGLE-3 head for model\n")
+    assert "48 conversations" in card
+    for held_out in report["held_out"]:
+        row = next(line for line in card.splitlines() if f"| {held_out['sampler']} |" in line)
+        shown = [float(cell) for cell in row.split("|")[2:-1]]
+        wanted = [*held_out["acceptance_by_position"], held_out["expected_tokens_per_cycle"]]
+        assert shown == pytest.approx(wanted, abs=0.006)
+    assert str(tmp_path) not in card
     assert (out / "head" / "training.png").read_bytes().startswith(b"\x89PNG")
 
     llm = mtplx.load(model, head=out / "head", device="cpu")
@@ -96,8 +144,116 @@ def test_train_makes_a_head_that_drafts(model, tmp_path, short):
     again = run(*arguments)
     assert again.exit_code == 1
     assert "--resume" in again.stderr
-    longer = run(*arguments, "--resume")
+    longer = run("train", out, "--model", model, "--epochs", 1.2, *SETTINGS, "--resume")
     assert longer.exit_code == 0, longer.output
+    assert json.loads((out / "head" / "report.json").read_text())["steps"] > report["steps"]
+
+
+class Stop(Exception):
+    pass
+
+
+def begin(model, out, *, write=48, text=(), resume=False, stop_at=None, **changes):
+    """The recipe itself, stopped where a stage first reports."""
+
+    def report(what, done, total):
+        stages.append(what)
+        if what == stop_at and done:
+            raise Stop
+
+    stages: list[str] = []
+    shape = {"draft_vocab_size": 200, "intermediate_size": 16, "rows": 64, "taps": (0, 1, 2)}
+    config = TrainConfig(**shape | {"epochs": 0.2} | changes)
+    llm = mtplx.load(model, device="cpu")
+    if stop_at:
+        with pytest.raises(Stop):
+            train_head(llm, out, config, write=write, text=text, resume=resume, report=report)
+    else:
+        train_head(llm, out, config, write=write, text=text, resume=resume, report=report)
+    return stages
+
+
+def test_a_run_goes_on_from_every_stage(model, tmp_path, short, monkeypatch):
+    monkeypatch.setattr(recipe, "ROUND", 16)
+    begin(model, tmp_path / "whole")
+    whole = Conversations.load(tmp_path / "whole" / "text.npz")
+    out = tmp_path / "run"
+
+    saved = []
+    join = Conversations.join
+
+    def join_twice(parts):
+        if len(parts) == 3:
+            raise Stop
+        saved.append(sum(len(part) for part in parts))
+        return join(parts)
+
+    # Stopped in writing, after two rounds of three.
+    monkeypatch.setattr(Conversations, "join", join_twice)
+    with pytest.raises(Stop):
+        begin(model, out)
+    monkeypatch.setattr(Conversations, "join", join)
+    assert saved == [16, 32]
+    assert len(Conversations.load(out / "written.npz")) == 32
+    with pytest.raises(MtplxError, match=r"holds a run already.*--resume"):
+        begin(model, out)
+    with pytest.raises(MtplxError, match=r"another --write \(48\)"):
+        begin(model, out, write=60, resume=True)
+
+    begin(model, out, resume=True, stop_at="trunk states")
+    # The same text as without the stop.
+    assert Conversations.load(out / "text.npz").hash() == whole.hash()
+    assert not (out / "written.npz").exists()
+    with pytest.raises(MtplxError, match="holds a run already"):
+        begin(model, out)
+    # From here on the text is there and need not be asked for.
+    assert "text" not in begin(model, out, write=0, resume=True)
+    assert (out / "head" / "README.md").exists()
+
+
+def test_another_run_is_not_resumed(model, tmp_path, short):
+    out = tmp_path / "run"
+    begin(model, out, stop_at="trunk states")
+    other = tiny_checkpoint.write(tmp_path / "other")
+    weights = load_file(other / "model.safetensors")
+    # A fine-tune: all but one matrix is the same.
+    name = next(name for name in weights if name.endswith("down_proj.weight"))
+    weights[name] = weights[name] + 0.1
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(MtplxError, match="another model"):
+        begin(other, out, write=0, resume=True)
+    for name, change in {
+        r"--width \(16\)": {"intermediate_size": 24},
+        r"--draft-vocab \(200\)": {"draft_vocab_size": 100},
+        r"--taps \(\[0, 1, 2\]\)": {"taps": (0, 1, 1)},
+        r"--write \(48\)": {"write": 50},
+        "--text": {"text": [out / "text.npz"]},
+    }.items():
+        with pytest.raises(MtplxError, match=f"another {name}"):
+            begin(model, out, resume=True, **{"write": 0} | change)
+
+
+def test_nothing_to_resume_is_said_before_the_model_is_loaded(tmp_path):
+    result = run("train", tmp_path / "none", "--model", tmp_path / "no-model", "--resume")
+    assert result.exit_code == 1
+    assert "nothing to resume" in result.stderr
+    assert not (tmp_path / "none").exists()
+
+
+def test_too_little_text_is_said_before_it_is_written(model, tmp_path, short, monkeypatch):
+    monkeypatch.setattr(Author, "write", lambda *_: pytest.fail("wrote"))
+    result = run("train", tmp_path / "a", "--model", model, "--write", 1)
+    assert result.exit_code == 1
+    assert "at least 40 conversations" in result.stderr
+    assert not (tmp_path / "a").exists()
+
+
+def test_text_longer_than_the_context_is_refused(model, tmp_path):
+    lengths = np.full(40, 600, np.int32)
+    text = Conversations(np.zeros(40 * 600, np.int32), lengths, lengths // 2)
+    text.save(tmp_path / "t.npz")
+    with pytest.raises(MtplxError, match=r"600 tokens, more than .* 512"):
+        begin(model, tmp_path / "run", write=0, text=[tmp_path / "t.npz"])
 
 
 def test_wrong_usage_is_one_line(model, tmp_path, short):

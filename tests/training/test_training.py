@@ -66,6 +66,8 @@ def test_conversations_survive_a_file(tmp_path):
         ({"lengths": np.array([3, 4], np.int32)}, "do not add up"),
         ({"prompt_lengths": np.array([0, 1], np.int32)}, "empty or longer"),
         ({"prompt_lengths": np.array([1, 9], np.int32)}, "empty or longer"),
+        ({"tokens": np.array([3, 1, -1, 0, 2])}, "negative"),
+        ({"tokens": np.zeros((5, 2), int)}, "flat"),
     ],
 )
 def test_text_that_does_not_add_up_is_refused(tmp_path, change, message):
@@ -83,6 +85,39 @@ def test_a_file_that_is_no_text_is_refused(tmp_path):
     (tmp_path / "t.npz").write_bytes(b"nonsense")
     with pytest.raises(MtplxError, match="not training text"):
         Conversations.load(tmp_path / "t.npz")
+
+
+def test_damaged_and_other_files_are_refused_in_one_line(tmp_path):
+    conversations(5).save(tmp_path / "whole.npz")
+    whole = (tmp_path / "whole.npz").read_bytes()
+    np.save(tmp_path / "array.npy", np.arange(4))
+    damaged = bytearray(whole)
+    damaged[60:80] = bytes(20)
+    files = {
+        "cut": whole[: len(whole) // 2],
+        "empty": b"",
+        "array": (tmp_path / "array.npy").read_bytes(),
+        "damaged": bytes(damaged),
+    }
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(MtplxError, match="not training text") as caught:
+            Conversations.load(tmp_path / name)
+        assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_stop_while_saving_leaves_the_old_text(tmp_path, monkeypatch):
+    path = tmp_path / "t.npz"
+    conversations(5).save(path)
+
+    def stop(file, **arrays):
+        file.write(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(np, "savez_compressed", stop)
+    with pytest.raises(KeyboardInterrupt):
+        conversations(6).save(path)
+    assert len(Conversations.load(path)) == 5
 
 
 def test_frequent_tokens_are_the_answers_own():
@@ -273,12 +308,13 @@ CONFIG = TrainConfig(
 
 
 @pytest.fixture
-def setup(tmp_path, monkeypatch):
+def setup(tmp_path, monkeypatch, request):
     # Compiling for so small a head would cost more than it saves.
     monkeypatch.setattr(loss, "_fused", lambda function: function)
     trunk = tiny.llama(VOCAB)
-    trunk.model.to(torch.bfloat16)
-    trunk.dtype = torch.bfloat16
+    dtype = getattr(request, "param", torch.bfloat16)
+    trunk.model.to(dtype)
+    trunk.dtype = dtype
     states = TrunkStates(tmp_path / "states", predictable(80), trunk, [0, 1, 2])
     states.compute(silent)
 
@@ -290,6 +326,7 @@ def setup(tmp_path, monkeypatch):
     return trainer, states, tmp_path
 
 
+@pytest.mark.parametrize("setup", [torch.bfloat16, torch.float32], indirect=True)
 def test_a_head_learns_its_trunk(setup):
     trainer, states, path = setup
     run = trainer("run")
@@ -301,6 +338,11 @@ def test_a_head_learns_its_trunk(setup):
     # What was written is what was measured, and its config names the trunk.
     again = held_out_acceptance(load_head(path / "after", 2), states, np.arange(70, 80), 3)
     assert again == after
+    # Acceptance is in the history where it was computed, which is not from the beginning.
+    history = json.loads((path / "after" / "history.json").read_text())
+    measured = ["accepted_1" in entry for entry in history]
+    assert not measured[0] and measured[-1] and measured == sorted(measured)
+    assert all(entry["accepted_1"] > 0 for entry in history if "accepted_1" in entry)
     written = json.loads((path / "after" / "config.json").read_text())
     assert written["speculators_config"]["verifier"]["name_or_path"] == "tiny"
 
@@ -336,6 +378,18 @@ def test_the_minutes_end_a_training(setup):
     run = trainer("short", TrainConfig(**(vars(CONFIG) | {"minutes": 1e-6, "epochs": 1e6})))
     run.run(silent)
     assert run.step == 1
+
+
+def test_a_checkpoint_of_another_text_is_refused_and_one_without_identity_is_not(setup):
+    trainer, states, path = setup
+    trainer("run").save()
+    states.text.tokens[3] ^= 1
+    with pytest.raises(MtplxError, match="another text"):
+        trainer("run").resume()
+    state = torch.load(path / "run" / "trainer.pt")
+    del state["identity"]
+    torch.save(state, path / "run" / "trainer.pt")
+    trainer("run").resume()
 
 
 def test_nothing_to_resume_is_said(setup):
