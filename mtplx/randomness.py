@@ -80,5 +80,8 @@ def uniforms(seeds: ArrayLike, positions: ArrayLike, purpose: Purpose) -> NDArra
 
 
 def fresh_seed() -> int:
-    """A seed from the operating system, for requests that bring none."""
-    return secrets.randbits(64)
+    """A seed from the operating system, for requests that bring none.
+
+    Below 2**53, so that it survives readers of JSON that know only doubles.
+    """
+    return secrets.randbits(53)

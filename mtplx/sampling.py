@@ -100,9 +100,16 @@ class SamplerConfig:
 
 
 def _finite(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, Real) or not _fits(value):
         raise ValueError(f"{name} must be a finite number, got {value!r}")
     return float(value)
+
+
+def _fits(value: Real) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer past float64
+        return False
 
 
 def _integer(name: str, value: object, none: int | None) -> int | None:
@@ -124,7 +131,8 @@ def _bias_pairs(logit_bias: object) -> tuple[tuple[int, float], ...]:
     for token, bias in items:
         if isinstance(token, bool) or not isinstance(token, Integral) or token < 0:
             raise ValueError(f"logit_bias has {token!r} for a token id: ids are integers from 0 up")
-        if isinstance(bias, bool) or not isinstance(bias, Real) or not bias < math.inf:
+        banned = bias == -math.inf
+        if isinstance(bias, bool) or not isinstance(bias, Real) or not (banned or _fits(bias)):
             raise ValueError(
                 f"logit_bias of token {token} must be a finite number or -inf, got {bias!r}"
             )

@@ -89,19 +89,26 @@ class Shaper:
         self.configs = list(configs)
         self.vocab_size = vocab_size
         self.device = device
+        for config in self.configs:
+            _check_range(config)
 
         def column(values: list[float], dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.tensor(values, dtype=dtype, device=device)[:, None]
 
-        self.temperature = column([c.temperature for c in self.configs])
+        # A temperature beyond float32 is as good as its nearest number; 0 is another matter, and
+        # told by `greedy` alone.
+        coolest, hottest = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+        self.temperature = column([min(max(c.temperature, coolest), hottest) for c in self.configs])
         # As wide as the law's, so that ties on the edge of the nucleus fall the same way.
         self.top_p = column([c.top_p for c in self.configs], wide(device))
         self.min_p = column([c.min_p for c in self.configs])
         self.repetition = column([c.repetition_penalty for c in self.configs])
         self.presence = column([c.presence_penalty for c in self.configs])
         self.frequency = column([c.frequency_penalty for c in self.configs])
-        self.top_k = torch.tensor([c.top_k for c in self.configs], device=device)[:, None]
-        self.greedy = self.temperature == 0
+        self.top_k = torch.tensor([min(c.top_k, vocab_size) for c in self.configs], device=device)[
+            :, None
+        ]
+        self.greedy = column([float(c.temperature == 0) for c in self.configs]) > 0
         # Settings that some row uses.
         self.any_greedy = any(c.temperature == 0 for c in self.configs)
         self.all_greedy = all(c.temperature == 0 for c in self.configs)
@@ -146,7 +153,7 @@ class Shaper:
         Returns:
             float32 [B * N, W]; rows sum to 1.
         Raises:
-            MtplxError: a row has a NaN or a +inf, or nothing but -inf; names the row.
+            MtplxError: a row has a NaN or a +inf, or nothing but -inf; names row and position.
         """
         scores = logits.float()
         repeat = len(scores) // len(self.configs)
@@ -171,7 +178,7 @@ class Shaper:
             scores = torch.where(prompt | (output > 0), penalised, scores)
             scores = scores - rows(self.frequency) * output - rows(self.presence) * (output > 0)
         top = scores.amax(-1, keepdim=True)
-        _check(top)
+        _check(top, repeat)
 
         if self.all_greedy:
             return _one_hot(scores, top)
@@ -189,7 +196,7 @@ class Shaper:
         p = ((scores - top) / temperature).softmax(-1)
         if self.any_min_p:
             likely = torch.where(p >= rows(self.min_p) * p.amax(-1, keepdim=True), p, 0.0)
-            # Rows without min-p keep their p to the bit, whatever their neighbours ask for.
+            # Rows without min-p keep their p, whatever their neighbours ask for.
             p = torch.where(rows(self.min_p) > 0, likely / likely.sum(-1, keepdim=True), p)
         if columns is not None:
             p = torch.zeros_like(unfiltered).scatter_(-1, columns, p)
@@ -198,14 +205,33 @@ class Shaper:
         return p
 
 
-def _check(top: Tensor) -> None:
+LARGEST_SETTING = 1e4
+"""Beyond it, what float32 leaves of the logits beside a bias or a penalty is no longer exact."""
+
+
+def _check_range(config: SamplerConfig) -> None:
+    for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
+        value = getattr(config, name)
+        if abs(value) > LARGEST_SETTING or 0 < abs(value) < 1 / LARGEST_SETTING:
+            raise MtplxError(f"{name} {value} is beyond what can be computed with here")
+    for token, bias in config.bias.items():
+        if abs(bias) > LARGEST_SETTING and bias != -torch.inf:
+            raise MtplxError(
+                f"logit_bias {bias} of token {token} is beyond what can be computed with here"
+            )
+
+
+def _check(top: Tensor, repeat: int) -> None:
     # The largest logit of a row tells: NaN and +inf come through the maximum, and it is -inf
     # only where all are.
     if not bool(top.isfinite().all()):
         row = int((~top.isfinite()).flatten().nonzero()[0])
         value = top.flatten()[row].item()
         what = "nothing but -inf" if value == -torch.inf else str(value)
-        raise MtplxError(f"logits: row {row} has {what}; no distribution can be made of it")
+        raise MtplxError(
+            f"logits: row {row // repeat} has {what} at position {row % repeat} of the cycle; no "
+            "distribution can be made of it"
+        )
 
 
 def _one_hot(scores: Tensor, top: Tensor) -> Tensor:

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import tiny_checkpoint
 import torch
@@ -58,14 +64,100 @@ def test_raw_text_and_ids_are_taken_as_they_are(llm: mtplx.LLM) -> None:
     ("prompt", "complaint"),
     [
         ([], "no tokens"),
-        ([1, "a"], "list of chat messages or a list of token ids"),
-        ([1, True], "list of chat messages or a list of token ids"),
+        ([1, "a"], "'a', which is no integer"),
+        ([1, True], "True, which is no integer"),
+        (["a", 1], "a list of chat messages or a list of token ids; got a list with a str"),
         ([{"role": "user"}], "needs a role and a content"),
     ],
 )
 def test_what_is_no_prompt_is_refused(llm: mtplx.LLM, prompt: object, complaint: str) -> None:
     with pytest.raises(mtplx.MtplxError, match=complaint):
         llm.encode(prompt)  # type: ignore[arg-type]
+
+
+def test_numpy_ids_are_ids(llm: mtplx.LLM) -> None:
+    assert llm.encode(np.array([5, 6])) == [5, 6]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "complaint"),
+    [
+        ({"role": "user", "content": "hi"}, "got a dict"),
+        (b"ab", "got a bytes"),
+        (7, "got a int"),
+        ({1, 2}, "got a set"),
+        ((p for p in ["a"]), "got a generator"),
+        ([bytearray(b"hi")], "a list with a bytearray"),
+        ("a\ud800b", "lone surrogate"),
+        ([1, "a"], "'a', which is no integer"),
+        ([{"role": "user", "content": "hi"}, 3], "a list with a int"),
+    ],
+)
+def test_generate_refuses_what_is_no_prompt(llm: mtplx.LLM, prompt: Any, complaint: str) -> None:
+    with pytest.raises(mtplx.MtplxError, match=complaint):
+        llm.generate(prompt)
+
+
+def test_stop_tokens_are_ids(llm: mtplx.LLM) -> None:
+    with pytest.raises(mtplx.MtplxError, match="stop_token_ids holds '</s>'"):
+        llm.generate("hi", stop_token_ids=["</s>"])  # type: ignore[list-item]
+    with pytest.raises(mtplx.MtplxError, match="must be a list of token ids, got 5"):
+        llm.generate("hi", stop_token_ids=5)  # type: ignore[arg-type]
+
+
+def test_threads_may_share_a_model(llm: mtplx.LLM) -> None:
+    def work(i: int) -> list[int]:
+        prompt, depth = PAIRS[i % len(PAIRS)]
+        return llm.generate(prompt, max_tokens=12, depth=depth, sampling=GREEDY).token_ids
+
+    alone = [work(i) for i in range(3)]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(work, range(24)))
+    assert together == alone * 8
+
+
+def test_a_stream_says_at_once_what_is_wrong(llm: mtplx.LLM) -> None:
+    with pytest.raises(mtplx.MtplxError, match="leaves no room"):
+        llm.stream([1] * 10_000)
+
+
+def test_pieces_keep_the_figures_of_their_time(llm: mtplx.LLM) -> None:
+    pieces = list(llm.stream("hi", max_tokens=12, depth=2, sampling=GREEDY))
+    counts = [piece.stats.tokens for piece in pieces]
+    assert counts == np.cumsum([len(piece.token_ids) for piece in pieces]).tolist()
+
+
+def test_the_readers_time_is_not_decoding(llm: mtplx.LLM) -> None:
+    stream = llm.stream("hi", max_tokens=3, depth=0, sampling=GREEDY)
+    started = time.perf_counter()
+    for last in stream:  # noqa: B007
+        time.sleep(0.3)
+    # Three pauses lie in this loop; decoding reports all of it but those.
+    assert last.stats.decode_seconds <= time.perf_counter() - started - 0.9
+
+
+def test_a_deep_wish_takes_no_more_memory_than_the_budget(llm: mtplx.LLM) -> None:
+    result = llm.generate("hi", max_tokens=5, depth=10**9, sampling=GREEDY)
+    assert len(result.token_ids) == 5
+    assert result.token_ids == llm.generate("hi", max_tokens=5, depth=0, sampling=GREEDY).token_ids
+
+
+def test_interleaved_streams_do_not_disturb_each_other(llm: mtplx.LLM) -> None:
+    alone = [llm.generate(p, max_tokens=20, depth=d, sampling=GREEDY) for p, d in PAIRS]
+    streams = [llm.stream(p, max_tokens=20, depth=d, sampling=GREEDY) for p, d in PAIRS]
+    tokens: list[list[int]] = [[] for _ in streams]
+    while streams_left := [i for i, t in enumerate(tokens) if len(t) < 20]:
+        for i in streams_left:
+            tokens[i] += next(streams[i]).token_ids
+    assert tokens == [result.token_ids for result in alone]
+
+
+PAIRS = [("hi", 3), ("what", 0), ("why", 1)]
+
+
+def test_the_name_alone_does_not_import_torch() -> None:
+    script = "import sys, mtplx, mtplx.cli, mtplx.sampling; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script]).returncode == 0
 
 
 def test_an_empty_raw_text_is_refused(llm: mtplx.LLM) -> None:

@@ -334,6 +334,38 @@ def test_logits_that_no_softmax_takes_are_named(config, value, says):
         shape(logits, [config] * 3)
 
 
+@pytest.mark.parametrize("temperature", [1e-300, 1e-46, 1e-40, 1e38, 1e39, 1e300])
+@pytest.mark.parametrize("top_k", [0, 3])
+def test_temperatures_beyond_float32_are_still_the_laws(temperature, top_k):
+    config = SamplerConfig(temperature=temperature, top_k=top_k)
+    logits = np.array([[1.0, 3.0, 2.0, 3.0, -2.0], [0.5, 0.1, 0.2, 0.3, 0.4]])
+    got = shape(logits, [config, SamplerConfig()])
+    assert_same(got[0], law(logits[0], config))
+    assert_same(got[1], law(logits[1], SamplerConfig()))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        SamplerConfig(logit_bias={1: 1e39}),
+        SamplerConfig(presence_penalty=1e39),
+        SamplerConfig(frequency_penalty=-1e39),
+        SamplerConfig(repetition_penalty=1e-40),
+        SamplerConfig(logit_bias={1: 1e8}),
+    ],
+)
+def test_settings_beyond_float32_are_refused_by_name(config):
+    with pytest.raises(MtplxError, match="beyond what can be computed with"):
+        Shaper([SamplerConfig(), config], 5, CPU)
+
+
+def test_a_bad_row_is_found_in_its_request_and_position():
+    logits = torch.zeros(6, 4)
+    logits[4, 1] = torch.nan
+    with pytest.raises(MtplxError, match="row 1 has nan at position 1 of the cycle"):
+        Shaper([SamplerConfig()] * 2, 4, CPU)(logits, None)
+
+
 def test_a_bias_outside_the_vocabulary_is_named():
     with pytest.raises(MtplxError, match=r"logit_bias names token 5; the model has 5 tokens"):
         Shaper([SamplerConfig(), SamplerConfig(logit_bias={5: 1.0})], 5, CPU)

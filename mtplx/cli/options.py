@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from mtplx.cli import show
-from mtplx.errors import MtplxError
 from mtplx.sampling import SamplerConfig
 
 if TYPE_CHECKING:
@@ -107,10 +105,7 @@ def given_sampling(**settings: float | int | None) -> dict[str, Any]:
 
 def sampling_for(llm: LLM, given: dict[str, Any]) -> SamplerConfig:
     """The checkpoint's own settings, with those given on the command line over them."""
-    try:
-        return replace(llm.default_sampling, **given)
-    except ValueError as error:
-        raise MtplxError(f"{llm.name}: its own sampling settings are unusable: {error}") from None
+    return llm.sampling_with(given)
 
 
 def load_llm(model: str, head: str | None, dtype: str | None, device: str | None) -> LLM:

@@ -90,10 +90,10 @@ class Batch:
         self.slots = [self._slot(i, request) for i, request in enumerate(requests)]
         if head is None and any(r.depth for r in requests):
             raise MtplxError("this model has no head to draft with; use depth 0")
-        deepest = max(r.depth for r in requests)
-        # The last cycle of a slot may write a whole draft past its last token.
-        capacity = max(len(r.prompt) + s.budget for r, s in zip(requests, self.slots, strict=True))
-        capacity += deepest + 1
+        # No slot drafts more than its budget leaves, but all are padded to the deepest.
+        deepest = max(min(slot.request.depth, slot.budget - 1) for slot in self.slots)
+        longest = max(len(slot.request.prompt) + slot.budget for slot in self.slots)
+        capacity = longest + deepest + 1
         self.cache = trunk.new_cache(capacity)
         self.head = HeadSlots(head, len(requests), capacity) if head and deepest else None
         self.taps = head.taps if head and deepest else ()
@@ -140,6 +140,8 @@ class Batch:
             )
             if self.head:
                 self.head.refill(output, window[:, 1:], span, last)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         elapsed = time.perf_counter() - started
         for slot in self.slots:
             slot.stats.prefill_seconds = elapsed
@@ -147,17 +149,14 @@ class Batch:
     def run(self) -> Iterator[list[Burst]]:
         """Prefill, then a list of bursts a cycle, one for each request still running."""
         self.prefill()
-        started = time.perf_counter()
         while self.slots:
-            bursts = self.cycle()
-            for slot in self.slots:
-                slot.stats.decode_seconds = time.perf_counter() - started
-            yield bursts
+            yield self.cycle()
             self._drop_finished()
 
     @torch.inference_mode()
     def cycle(self) -> list[Burst]:
         """Draft, verify, commit; one step for all slots."""
+        started = time.perf_counter()
         slots = self.slots
         depths = [slot.depth() for slot in slots]
         depth = max(depths)
@@ -185,6 +184,8 @@ class Batch:
             following.scatter_(1, verdict.accepted[:, None], verdict.token[:, None])
             self.head.refill(output, following, span, accepted)
 
+        # Only the cycle's own time: what a stream's reader does between cycles is not decoding.
+        elapsed = time.perf_counter() - started
         bursts = []
         for b, slot in enumerate(slots):
             emitted = slot.take([*tokens[b][: accepted[b]], tokens[b][-1]])
@@ -192,8 +193,9 @@ class Batch:
             kept = min(accepted[b], len(emitted))
             slot.length += len(emitted)
             slot.pending = emitted[-1]
-            slot.stats.record(depths[b], kept, len(emitted), probability[b])
-            bursts.append(Burst(slot.index, emitted, kept, slot.finish_reason, slot.stats))
+            slot.stats.record(depths[b], kept, len(emitted), probability[b], elapsed)
+            stats = slot.stats.snapshot()
+            bursts.append(Burst(slot.index, emitted, kept, slot.finish_reason, stats))
         if self.history:
             self.history.emit([burst.tokens for burst in bursts])
         return bursts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from mtplx.sampling import SamplerConfig
@@ -46,7 +46,7 @@ class Stats:
         accepted_by_position: of those, how many were kept and emitted.
         acceptance_sum: summed acceptance probability over the drafts that were decided.
         prefill_seconds: wall clock, of the whole batch.
-        decode_seconds: wall clock from the end of prefill to this request's last token.
+        decode_seconds: wall clock of the cycles up to this request's last token.
     """
 
     tokens: int = 0
@@ -58,7 +58,14 @@ class Stats:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
 
-    def record(self, depth: int, kept: int, emitted: int, probability: Sequence[float]) -> None:
+    def record(
+        self,
+        depth: int,
+        kept: int,
+        emitted: int,
+        probability: Sequence[float],
+        seconds: float,
+    ) -> None:
         """Count a cycle.
 
         Args:
@@ -66,7 +73,9 @@ class Stats:
             kept: drafted tokens emitted.
             emitted: tokens emitted, no more than `kept` where the text ends inside the draft.
             probability: with which each drafted token was to be kept.
+            seconds: the cycle took.
         """
+        self.decode_seconds += seconds
         self.cycles += 1
         self.tokens += emitted
         drafted = emitted if emitted == kept else depth
@@ -80,6 +89,15 @@ class Stats:
             counts += [0] * (drafted - len(counts))
             for position in range(reached):
                 counts[position] += 1
+
+    def snapshot(self) -> Stats:
+        """A copy that later cycles do not change."""
+        return replace(
+            self,
+            drafted_by_position=list(self.drafted_by_position),
+            decided_by_position=list(self.decided_by_position),
+            accepted_by_position=list(self.accepted_by_position),
+        )
 
     @property
     def tokens_per_cycle(self) -> float:

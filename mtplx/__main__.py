@@ -1,0 +1,5 @@
+"""`python -m mtplx` is `mtplx`."""
+
+from mtplx.cli import main
+
+main()
