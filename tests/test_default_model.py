@@ -56,7 +56,7 @@ def test_greedy_text_is_the_trunks_own(default_model, plain, depth):
     if depth:
         # The head drafts as a trained one does, or this test would prove little.
         tokens = sum(r.stats.tokens for r in results)
-        assert tokens > 1.5 * sum(r.stats.cycles for r in results)
+        assert tokens > 1.3 * sum(r.stats.cycles for r in results)
 
 
 def test_bfloat16_differs_only_where_rounding_decides():
