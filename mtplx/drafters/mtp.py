@@ -54,9 +54,8 @@ class Head(Protocol):
 class HeadSlots:
     """A head's side of B sequences: its cache, and where the next draft starts from."""
 
-    def __init__(self, head: Head, batch: int, capacity: int) -> None:
+    def __init__(self, head: Head, capacity: int) -> None:
         self.head = head
-        self.batch = batch
         self.cache = head.new_cache(capacity)
         self._hidden: Tensor | None = None
 
@@ -122,7 +121,6 @@ class HeadSlots:
 
     def keep_rows(self, rows: Tensor) -> None:
         """Drop all slots but these."""
-        self.batch = len(rows)
         self.cache.keep_rows(rows)
         if self._hidden is not None:
             self._hidden = self._hidden[rows]

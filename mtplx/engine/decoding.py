@@ -95,7 +95,7 @@ class Batch:
         longest = max(len(slot.request.prompt) + slot.budget for slot in self.slots)
         capacity = longest + deepest + 1
         self.cache = trunk.new_cache(capacity)
-        self.head = HeadSlots(head, len(requests), capacity) if head and deepest else None
+        self.head = HeadSlots(head, capacity) if head and deepest else None
         self.taps = head.taps if head and deepest else ()
         self.shaper = Shaper([r.sampling for r in requests], trunk.vocab_size, self.device)
         self.history: History | None = None
