@@ -242,18 +242,19 @@ def _one_hot(scores: Tensor, top: Tensor) -> Tensor:
 
 
 def _narrow(scores: Tensor, k: int) -> tuple[Tensor, Tensor | None]:
-    """The k largest scores of each row and their columns, ascending by column.
+    """The k largest scores of each row, those that tie with the k-th, and their columns, ascending.
 
-    What follows then works on k numbers instead of a vocabulary. Where the k-th ties with the
-    next one, more than k may be wanted, and all columns are given back, as None.
+    What follows then works on some dozens of numbers instead of a vocabulary. Half-precision
+    logits tie often; where more tie than there is room for, all columns are given back, as None.
     """
-    if k >= scores.shape[-1]:
+    count = 2 * k + 32
+    if count >= scores.shape[-1]:
         return scores, None
-    best, columns = scores.topk(k + 1, dim=-1)
-    if bool(((best[:, -1] == best[:, -2]) & best[:, -1].isfinite()).any()):
+    best, columns = scores.topk(count, dim=-1)
+    if bool(((best[:, -1] == best[:, k - 1]) & best[:, -1].isfinite()).any()):
         return scores, None
-    columns, order = columns[:, :k].sort(-1)
-    return best[:, :k].gather(-1, order), columns
+    columns, order = columns.sort(-1)
+    return best.gather(-1, order), columns
 
 
 def _top_k(scores: Tensor, k: Tensor, largest: int) -> Tensor:

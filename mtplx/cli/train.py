@@ -41,6 +41,16 @@ def train(
     write: Annotated[
         int, typer.Option(min=0, metavar="N", help="Conversations for the model to write itself.")
     ] = 0,
+    start: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            exists=True,
+            file_okay=False,
+            metavar="HEAD",
+            help="A head to go on from; it settles --taps, --width and --draft-vocab.",
+        ),
+    ] = None,
     epochs: Annotated[float, typer.Option(metavar="N", help="Passes over the text.")] = 6.0,
     minutes: Annotated[
         float, typer.Option(metavar="N", help="Time for training; ends it if it comes first.")
@@ -88,7 +98,14 @@ def train(
     )
     with _progress() as report:
         trained = train_head(
-            llm, out, config, text=text or (), write=write, resume=resume, report=report
+            llm,
+            out,
+            config,
+            text=text or (),
+            write=write,
+            start=start,
+            resume=resume,
+            report=report,
         )
     if not (trained.head / "training.png").exists():
         print("note: no plot without matplotlib: pip install 'mtplx[train]'", file=sys.stderr)

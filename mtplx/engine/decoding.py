@@ -29,6 +29,10 @@ PREFILL_TOKENS = 2048
 """Prompt tokens of a batch read in one pass."""
 
 
+KEPT_SHARE = 0.85
+"""A batch is packed when no more than this share of its slots still runs."""
+
+
 @dataclass
 class Slot:
     """One request's place in the batch."""
@@ -45,7 +49,7 @@ class Slot:
     def depth(self) -> int:
         """Tokens worth drafting now: no more than the budget leaves beside the bonus."""
         # Nothing is committed before a first token that is the whole prompt: no hidden state.
-        if self.length == 0:
+        if self.length == 0 or self.finish_reason:
             return 0
         return min(self.request.depth, self.budget - len(self.output) - 1)
 
@@ -188,6 +192,8 @@ class Batch:
         elapsed = time.perf_counter() - started
         bursts = []
         for b, slot in enumerate(slots):
+            if slot.finish_reason:
+                continue
             emitted = slot.take([*tokens[b][: accepted[b]], tokens[b][-1]])
             # All but the correction or bonus, unless the text ends before that.
             kept = min(accepted[b], len(emitted))
@@ -197,7 +203,8 @@ class Batch:
             stats = slot.stats.snapshot()
             bursts.append(Burst(slot.index, emitted, kept, slot.finish_reason, stats))
         if self.history:
-            self.history.emit([burst.tokens for burst in bursts])
+            emitted_by = {burst.index: burst.tokens for burst in bursts}
+            self.history.emit([emitted_by.get(slot.index, []) for slot in slots])
         return bursts
 
     def _verify(
@@ -222,7 +229,8 @@ class Batch:
 
     def _drop_finished(self) -> None:
         keep = [b for b, slot in enumerate(self.slots) if slot.finish_reason is None]
-        if len(keep) == len(self.slots):
+        # Dropping copies the caches, so finished slots idle along until some have gathered.
+        if keep and len(keep) > KEPT_SHARE * len(self.slots):
             return
         self.slots = [self.slots[b] for b in keep]
         if not keep:

@@ -76,8 +76,8 @@ def _write(storage: Tensor, new: Tensor, span: Span) -> None:
     if span.start is not None:
         storage[:, :, span.start : span.start + new.shape[2]] = new
     else:
-        index = span.positions[:, None, :, None].expand_as(new)
-        storage.scatter_(2, index, new)
+        rows = torch.arange(len(new), device=new.device)[:, None]
+        storage[rows, :, span.positions] = new.transpose(1, 2)
 
 
 class SlotCache(Cache):  # type: ignore[misc]

@@ -6,31 +6,42 @@ goes on with `resume`.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from mtplx.drafters.attached import AttachedHead
 from mtplx.errors import MtplxError
+from mtplx.models.eagle3 import WEIGHTS_FILE, Eagle3Head, load_head
 from mtplx.training.kept import replacing, require_same
 from mtplx.training.report import Acceptance, held_out_acceptance, write_card, write_report
 from mtplx.training.selfplay import Author
 from mtplx.training.states import TrunkStates
 from mtplx.training.text import Conversations
-from mtplx.training.trainer import STEP_WEIGHTS, TrainConfig, Trainer, essentials, initial_head
+from mtplx.training.trainer import (
+    STEP_WEIGHTS,
+    TrainConfig,
+    Trainer,
+    essentials,
+    initial_head,
+    stream_sizes,
+)
 
 if TYPE_CHECKING:
     from mtplx.llm import LLM
+    from mtplx.models.trunk import Trunk
 
 HELD_OUT_EVERY = 40
 """One conversation in this many is kept for the report."""
 
-ROUND = 256
+ROUND = 512
 """Conversations written between two saves."""
 
 RUN, TEXT, WRITTEN = "run.json", "text.npz", "written.npz"
@@ -62,6 +73,7 @@ def train_head(
     *,
     text: Sequence[Path] = (),
     write: int = 0,
+    start: Path | None = None,
     resume: bool = False,
     report: Report = lambda what, done, total: None,
 ) -> Trained:
@@ -74,6 +86,7 @@ def train_head(
         config: settings.
         text: `.npz` files of conversations that this trunk wrote.
         write: conversations for the trunk to write itself, beside those.
+        start: directory of a head to begin from, which settles taps, width and vocabulary.
         resume: go on with the run in `directory`, whichever stage it came to. Its text need not
             be given again once it is whole.
         report: called as work gets done.
@@ -85,21 +98,28 @@ def train_head(
     trunk = llm.trunk
     if trunk.device.type != "cpu":
         raise MtplxError(f"training runs on the CPU; load the model there, not on {trunk.device}")
+    started = _started(start, trunk) if start else None
+    if started:
+        config = _like(started, config)
     _check(config, trunk.layers, trunk.vocab_size)
-    conversations = _text(llm, directory, config, list(text), write, report)
+    conversations = _text(llm, directory, config, list(text), write, start, report)
     states = TrunkStates(directory, conversations, trunk, list(config.taps))
     states.compute(report)
 
     everything = np.arange(len(conversations))
     held_out = everything[everything % HELD_OUT_EVERY == HELD_OUT_EVERY - 1]
     training = np.setdiff1d(everything, held_out)
-    vocabulary = conversations.select(training).frequent_tokens(
-        min(config.draft_vocab_size, trunk.vocab_size),
-        trunk.vocab_size,
-        list(llm.defaults.eos_token_ids),
-    )
     name = _verifier_name(llm)
-    head = initial_head(trunk, config, torch.from_numpy(vocabulary), name)
+    if started:
+        head = started
+    else:
+        vocabulary = conversations.select(training).frequent_tokens(
+            min(config.draft_vocab_size, trunk.vocab_size),
+            trunk.vocab_size,
+            list(llm.defaults.eos_token_ids),
+        )
+        sizes = stream_sizes(states, training)
+        head = initial_head(trunk, config, torch.from_numpy(vocabulary), name, sizes)
     trainer = Trainer(head, states, training, config, directory)
     if (directory / "trainer.pt").exists():
         trainer.resume()
@@ -114,6 +134,7 @@ def train_head(
         "tokens": len(conversations.tokens),
         "answer_tokens": int((conversations.lengths - conversations.prompt_lengths).sum()),
         "held_out_conversations": len(held_out),
+        "begun_from_a_head": started is not None,
         "epochs": round(trainer.epoch + trainer.batch / trainer.batches_per_epoch, 2),
         "steps": trainer.step,
         "minutes": round(trainer.elapsed / 60, 1),
@@ -124,6 +145,25 @@ def train_head(
     write_card(directory / "head", acceptances, facts)
     report("held-out report", 1, 1)
     return Trained(directory / "head", acceptances, trainer.elapsed / 60)
+
+
+def _started(directory: Path, trunk: Trunk) -> Eagle3Head:
+    """The head to begin from, ready to be trained."""
+    head = load_head(directory, trunk.layers)
+    # Its fit to the trunk is checked where the two are joined for use, so by the same code here.
+    AttachedHead(load_head(directory, trunk.layers), trunk)
+    return head.cast(torch.float32).train().requires_grad_(True)
+
+
+def _like(head: Eagle3Head, config: TrainConfig) -> TrainConfig:
+    """Settings for going on with a head: its own shape, and acceptance from the first step."""
+    return replace(
+        config,
+        draft_vocab_size=head.config.draft_vocab_size,
+        intermediate_size=head.config.layer.intermediate_size,
+        taps=head.config.aux_layer_ids,
+        acceptance_from=0.0,
+    )
 
 
 def _check(config: TrainConfig, layers: int, vocab_size: int) -> None:
@@ -149,12 +189,19 @@ def check_directory(directory: Path, resume: bool) -> None:
 
 
 def _text(
-    llm: LLM, directory: Path, config: TrainConfig, files: list[Path], write: int, report: Report
+    llm: LLM,
+    directory: Path,
+    config: TrainConfig,
+    files: list[Path],
+    write: int,
+    start: Path | None,
+    report: Report,
 ) -> Conversations:
     """The run's text: kept, or read and written now; and a note of what the run was begun with."""
     run, whole = directory / RUN, directory / TEXT
     parts = [Conversations.load(path) for path in files]
     begun = essentials(llm.trunk, config)
+    begun["--from"] = start and hashlib.sha256((start / WEIGHTS_FILE).read_bytes()).hexdigest()
     # Once the text is whole it need not be named again.
     if parts or not whole.exists():
         begun["--text"] = [part.hash() for part in parts]

@@ -2,8 +2,8 @@
 
 A head is to predict what this trunk says, so this trunk's own text is the text to learn from.
 Behind the chat template's user header the trunk writes a question, and then answers it. Two
-variations widen what it talks about: questions that begin with given words, and tasks about a
-document, put together from its own earlier answers, which teach the head long contexts.
+variations widen what it talks about: questions that begin with given words (`openings`), and tasks
+about documents, which it writes without the template and which teach the head long contexts.
 """
 
 from __future__ import annotations
@@ -20,70 +20,30 @@ from mtplx.engine.request import Request
 from mtplx.errors import MtplxError
 from mtplx.models.trunk import Trunk
 from mtplx.sampling import SamplerConfig
+from mtplx.training import openings
 from mtplx.training.text import Conversations
 
-QUESTION = SamplerConfig(temperature=1.0, top_p=0.95)
+FREELY = SamplerConfig(temperature=1.0, top_p=0.95, top_k=200)
+"""What is not an answer: variety is what it is for."""
+
 ANSWERS = (
     SamplerConfig(temperature=0.0),
     SamplerConfig(temperature=0.6, top_p=0.95, top_k=20),
     SamplerConfig(temperature=0.8, top_p=0.95, top_k=20),
-    SamplerConfig(temperature=1.0, top_p=0.95),
+    SamplerConfig(temperature=1.0, top_p=0.95, top_k=200),
 )
 """Answers are written at the temperatures people use, in turn."""
 
-QUESTION_TOKENS, ANSWER_TOKENS = 64, 224
+QUESTION_TOKENS, ANSWER_TOKENS, DOCUMENT_TOKENS = 64, 224, 700
 """At most."""
 
-OPENINGS = (
-    "Translate the following sentence from German to English: ",
-    "Translate into English: ",
-    "Übersetze ins Englische: ",
-    "Solve this word problem step by step. ",
-    "A shop sells ",
-    "If a train ",
-    "How many ",
-    "Calculate ",
-    "What is ",
-    "Who ",
-    "When did ",
-    "Where ",
-    "Why ",
-    "Explain how ",
-    "Compare ",
-    "Describe ",
-    "Give me a list of ",
-    "What are the main causes of ",
-    "Is it true that ",
-    "What would happen if ",
-    "Write a short story about ",
-    "Write an email to ",
-    "Draft a blog post about ",
-    "Imagine you are ",
-    "Pretend to be ",
-    "Write a Python function that ",
-    "Fix the following code:\n",
-    "Extract the following information from the text below: ",
-    "Classify ",
-    "Rewrite the following paragraph: ",
-    "Suggest ",
-    "Help me plan ",
-    "Design ",
-)
+EXCERPT_TOKENS = (250, 500, 700, 900, 1100)
+"""What a task gives of the documents it is about, one of these."""
 
-TASKS = (
-    "Summarize the following text:\n\n{document}",
-    "{document}\n\nSummarize the text above.",
-    "Summarize this article: {document}",
-    "{document}\n\nWhat are the key points?",
-    "What is the text below about?\n\n{document}",
-    "Rewrite the following text in simpler words: {document}",
-    "Read the passages below and answer the question.\n\n{document}\n\nQuestion: {question}",
-    "Answer the question using the context.\n\nContext: {document}\n\nQuestion: {question}",
-    "Here are some search results:\n{document}\n\n{question}",
-    "{document}\n\nGiven the text above, {question}",
-)
+TASKS_PER_DOCUMENT = 4
 
-DOCUMENT_TOKENS = (250, 500, 700, 900, 1100)
+BATCH, BATCH_TOKENS = 192, 65536
+"""Texts written side by side, and what their caches may hold together; at most."""
 
 
 @dataclass
@@ -101,7 +61,6 @@ class Author:
     tokenizer: Any
     stop_ids: frozenset[int]
     rng: random.Random
-    batch: int = 64
 
     def __post_init__(self) -> None:
         if not self.tokenizer.chat_template:
@@ -111,6 +70,7 @@ class Author:
             [{"role": "user", "content": mark}], tokenize=False, add_generation_prompt=True
         )
         self._header, _, self._footer = rendered.partition(mark)
+        self._start: str = self.tokenizer.bos_token or self.tokenizer.eos_token or ""
         needed = len(self._prompt("")) + QUESTION_TOKENS + ANSWER_TOKENS
         if self.trunk.context < needed:
             raise MtplxError(
@@ -119,26 +79,24 @@ class Author:
             )
 
     def write(self, count: int, progress: Callable[[str, int, int], None]) -> Conversations:
-        """`count` conversations: half free, a quarter opened, a quarter about documents."""
-        about, opened = count // 4, count // 4
+        """`count` conversations: an eighth free, half opened, the rest about documents."""
+        about, opened = 3 * count // 8, count // 2
         free = count - opened - about
+        documents = -(-about // TASKS_PER_DOCUMENT)
         done = 0
 
         def written(texts: int) -> None:
             nonlocal done
             done += texts
-            progress("text", done, free + opened + count)
+            progress("text", done, free + opened + documents + count)
 
-        openings = [""] * free + [self.rng.choice(OPENINGS) for _ in range(opened)]
-        headed = [self._ids(self._header + opening) for opening in openings]
-        continued = self._generate(headed, [QUESTION], QUESTION_TOKENS, written)
-        questions = [o + self._text(t) for o, t in zip(openings, continued, strict=True)]
-        prompts = [self._prompt(question) for question in questions]
+        begun = [""] * free + [openings.request(self.rng) for _ in range(opened)]
+        questions = self._continued(begun, self._header, QUESTION_TOKENS, written)
+        headlines = [openings.document(self.rng) for _ in range(documents)]
+        texts = self._continued(headlines, self._start, DOCUMENT_TOKENS, written)
+        asked = questions + [self._task(texts, questions) for _ in range(about)]
+        prompts = [self._prompt(content) for content in asked]
         answers = self._generate(prompts, list(ANSWERS), ANSWER_TOKENS, written)
-        texts = [text for text in map(self._text, answers) if text]
-        tasks = [self._prompt(self._task(texts, questions)) for _ in range(about)]
-        answers += self._generate(tasks, list(ANSWERS), ANSWER_TOKENS, written)
-        prompts += tasks
         return Conversations(
             np.array(
                 [t for p, a in zip(prompts, answers, strict=True) for t in [*p, *a]], np.int32
@@ -147,18 +105,25 @@ class Author:
             np.array([len(p) for p in prompts], np.int32),
         )
 
+    def _continued(
+        self, begun: list[str], behind: str, tokens: int, written: Callable[[int], None]
+    ) -> list[str]:
+        prompts = [self._ids(behind + opening) for opening in begun]
+        rest = self._generate(prompts, [FREELY], tokens, written)
+        return [(o + self._decoded(t)).strip() for o, t in zip(begun, rest, strict=True)]
+
     def _task(self, texts: list[str], questions: list[str]) -> str:
-        """About a document that leaves room for an answer; a bare question where none can."""
-        task, question = self.rng.choice(TASKS), self.rng.choice(questions)
+        """About documents that leave room for an answer; a bare question where none can."""
+        task, question = self.rng.choice(openings.TASKS), self.rng.choice(questions)
         frame = len(self._prompt(task.format(document="", question=question)))
         room = self.trunk.context - ANSWER_TOKENS - frame
-        if not texts or room < 1:
+        if room < 1:
             return question
-        wanted = min(self.rng.choice(DOCUMENT_TOKENS), room)
+        wanted = min(self.rng.choice(EXCERPT_TOKENS), room)
         document = self.rng.choice(texts)
         while len(self._ids(document)) < wanted:
             document += "\n\n" + self.rng.choice(texts)
-        document = self._text(self._ids(document)[:room])
+        document = self._decoded(self._ids(document)[:wanted])
         return task.format(document=document, question=question)
 
     def _generate(
@@ -171,8 +136,11 @@ class Author:
         # Alike in length, so that a batch's slots are filled alike.
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
         texts: list[list[int]] = [[] for _ in prompts]
-        for start in range(0, len(order), self.batch):
-            rows = order[start : start + self.batch]
+        while order:
+            # The last is the longest, and the batch's size is settled by it.
+            longest = len(prompts[order[-1]]) + max_tokens
+            fitting = max(1, min(BATCH, BATCH_TOKENS // longest))
+            rows, order = order[-fitting:], order[:-fitting]
             requests = [
                 Request(
                     tuple(prompts[i]),
@@ -196,6 +164,6 @@ class Author:
     def _ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def _text(self, ids: list[int]) -> str:
+    def _decoded(self, ids: list[int]) -> str:
         text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
-        return text.strip()
+        return text

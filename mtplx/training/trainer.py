@@ -36,6 +36,8 @@ class TrainConfig:
         epochs: passes over the text.
         minutes: wall-clock budget; the schedule ends at whichever of the two comes first.
         rows: answer tokens in a batch.
+        acceptance_from: share of the schedule after which acceptance itself is learnt, too; 0 for
+            a head that knows something already.
         matrix_lr: Muon's rate for the matrices inside the head.
         other_lr: AdamW's rate for its output head and norms.
         weight_decay: of the matrices.
@@ -48,6 +50,7 @@ class TrainConfig:
     epochs: float = 6.0
     minutes: float = 110.0
     rows: int = 3072
+    acceptance_from: float = 0.4
     matrix_lr: float = 2e-3
     other_lr: float = 6e-4
     weight_decay: float = 0.02
@@ -67,11 +70,28 @@ def essentials(trunk: Trunk, config: TrainConfig) -> dict[str, object]:
     }
 
 
-def initial_head(trunk: Trunk, config: TrainConfig, vocabulary: Tensor, name: str) -> Eagle3Head:
+def stream_sizes(states: TrunkStates, conversations: NDArray[np.int64]) -> Tensor:
+    """Typical size of each channel of the tapped streams in these conversations, [3H]."""
+    starts = states.text.starts[conversations[:256]]
+    sample = torch.cat([states.of(i, i + 64) for i in starts])
+    streams = sample[:, : 3 * states.trunk.hidden_size].float()
+    return streams.pow(2).mean(0).sqrt().clamp_min(1e-3)
+
+
+def initial_head(
+    trunk: Trunk, config: TrainConfig, vocabulary: Tensor, name: str, sizes: Tensor
+) -> Eagle3Head:
     """A head that knows the trunk's tokens and nothing else.
 
     Its output head starts as the trunk's rows of the draft vocabulary, scaled down so that it
     begins unsure rather than wrong.
+
+    Args:
+        trunk: what it is to stand beside.
+        config: its shape.
+        vocabulary: token ids it can draft, ascending [draft_vocab] int64.
+        name: of the trunk.
+        sizes: of the streams' channels, [3H], so that all weigh alike.
     """
     torch.manual_seed(config.seed)
     of = trunk.config
@@ -103,6 +123,7 @@ def initial_head(trunk: Trunk, config: TrainConfig, vocabulary: Tensor, name: st
         for module in head.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=module.in_features**-0.5)
+        head.fc.weight.div_(sizes)
         output = trunk.model.get_output_embeddings().weight[vocabulary].float()
         head.lm_head.weight.copy_(output / output.std() * of.hidden_size**-0.5)
     return head
@@ -112,7 +133,7 @@ class Trainer:
     """One training, resumable from the files in its directory.
 
     The head in training sees each stream channel divided by its typical size, so that one
-    learning rate suits all; `export` folds those sizes into `fc`.
+    learning rate suits all; those sizes are taken out of `fc` here and folded in by `export`.
     """
 
     def __init__(
@@ -125,14 +146,17 @@ class Trainer:
     ) -> None:
         self.head, self.states, self.config, self.directory = head, states, config, directory
         self.train_rows = train
+        self.scale = stream_sizes(states, train)
+        if head.input_norm is not None:
+            # A norm of its own weighs the channels, and no scale folds through it.
+            self.scale = torch.ones_like(self.scale)
+        with torch.no_grad():
+            head.fc.weight.mul_(self.scale)
         self.low = copy.deepcopy(head).cast(torch.bfloat16)
         # In the type of the head's low copy and of the states, whatever the trunk runs in.
         self.embedding: Tensor = states.trunk.embed.weight.to(torch.bfloat16)
         output: Tensor = states.trunk.model.get_output_embeddings().weight
         self.targets_of = output[head.draft_ids].to(torch.bfloat16)
-        sample = torch.cat([states.of(i, i + 64) for i in states.text.starts[train[:256]]])
-        streams = sample[:, : 3 * states.trunk.hidden_size].float()
-        self.scale = streams.pow(2).mean(0).sqrt().clamp_min(1e-3)
         matrices = [
             p for n, p in head.named_parameters() if p.ndim == 2 and not n.startswith("lm_head")
         ]
@@ -238,7 +262,7 @@ class Trainer:
 
     def _objective(self, done: float) -> Objective:
         """Distribution first; acceptance at the temperatures people use after that."""
-        if done < 0.4:
+        if done < self.config.acceptance_from:
             return Objective(1.0, 0.0, 0.6)
         return Objective(0.3, 1.0, (0.6, 0.6, 1.0)[self.step % 3])
 

@@ -7,6 +7,7 @@ import random
 
 import numpy as np
 import pytest
+import tiny
 import tiny_checkpoint
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
@@ -14,7 +15,8 @@ from typer.testing import CliRunner
 import mtplx
 from mtplx.cli.commands import app
 from mtplx.errors import MtplxError
-from mtplx.training import loss, recipe
+from mtplx.models.eagle3 import save_head
+from mtplx.training import loss, openings, recipe
 from mtplx.training.recipe import train_head
 from mtplx.training.selfplay import Author
 from mtplx.training.text import Conversations
@@ -31,7 +33,8 @@ def model(tmp_path, monkeypatch):
 def author(model, monkeypatch):
     monkeypatch.setattr("mtplx.training.selfplay.ANSWER_TOKENS", 12)
     monkeypatch.setattr("mtplx.training.selfplay.QUESTION_TOKENS", 8)
-    monkeypatch.setattr("mtplx.training.selfplay.DOCUMENT_TOKENS", (20, 40))
+    monkeypatch.setattr("mtplx.training.selfplay.DOCUMENT_TOKENS", 40)
+    monkeypatch.setattr("mtplx.training.selfplay.EXCERPT_TOKENS", (100, 200))
     llm = mtplx.load(model, dtype="float32", device="cpu")
     return Author(llm.trunk, llm.tokenizer, frozenset(llm.defaults.eos_token_ids), random.Random(0))
 
@@ -55,8 +58,18 @@ def test_the_trunk_writes_conversations_in_its_template(author):
         assert ends not in answer[:-1]
         assert answer[-1] == ends or len(answer) == 12
         questions.append(question)
-    # The last quarter are tasks about documents made of earlier answers.
+    # The last quarter are tasks about documents.
     assert sum(len(q) for q in questions[-3:]) / 3 > sum(len(q) for q in questions[:6]) / 6
+
+
+def test_openings_are_whole_and_end_in_no_space():
+    # Behind a lone space a model writes little but digits.
+    rng = random.Random(0)
+    for begin in (openings.request, openings.document):
+        begun = {begin(rng) for _ in range(2000)}
+        assert len(begun) > 100
+        assert all(b and b == b.strip() and not set(b) & set("{}_") for b in begun)
+    assert all("{document}" in task for task in openings.TASKS)
 
 
 def test_any_number_can_be_written(author):
@@ -65,20 +78,19 @@ def test_any_number_can_be_written(author):
 
 
 def test_documents_leave_room_for_an_answer_in_the_context(author, monkeypatch):
-    monkeypatch.setattr("mtplx.training.selfplay.DOCUMENT_TOKENS", (5000,))
+    monkeypatch.setattr("mtplx.training.selfplay.EXCERPT_TOKENS", (5000,))
     task = author._prompt(author._task(["a longer text {with} braces"], ["why?"]))
     # As long as can be, and no longer; a character cut in two may cost a token or so.
     assert author.trunk.context - 12 - 4 <= len(task) <= author.trunk.context - 12
 
 
 def test_where_no_document_can_be_had_a_question_is_asked(author):
-    assert author._task([], ["why?"]) == "why?"
-    author.trunk.context = 40
+    author.trunk.context = 14
     assert author._task(["some text"], ["why?"]) == "why?"
 
 
 def test_a_model_that_answers_nothing_still_ends(author, monkeypatch):
-    monkeypatch.setattr(Author, "_text", lambda self, ids: "")
+    monkeypatch.setattr(Author, "_decoded", lambda self, ids: "")
     assert len(author.write(8, silent)) == 8
 
 
@@ -100,7 +112,8 @@ def test_a_model_without_a_template_cannot_write(tmp_path):
 def short(monkeypatch):
     monkeypatch.setattr("mtplx.training.selfplay.ANSWER_TOKENS", 10)
     monkeypatch.setattr("mtplx.training.selfplay.QUESTION_TOKENS", 4)
-    monkeypatch.setattr("mtplx.training.selfplay.DOCUMENT_TOKENS", (20,))
+    monkeypatch.setattr("mtplx.training.selfplay.DOCUMENT_TOKENS", 20)
+    monkeypatch.setattr("mtplx.training.selfplay.EXCERPT_TOKENS", (20,))
 
 
 def run(*arguments: object):
@@ -147,6 +160,41 @@ def test_train_makes_a_head_that_drafts(model, tmp_path, short):
     longer = run("train", out, "--model", model, "--epochs", 1.2, *SETTINGS, "--resume")
     assert longer.exit_code == 0, longer.output
     assert json.loads((out / "head" / "report.json").read_text())["steps"] > report["steps"]
+
+
+def test_a_head_is_gone_on_from(model, tmp_path, short):
+    first = tmp_path / "first"
+    shape = [*SETTINGS, "--taps", "0,1,2"]
+    made = run("train", first, "--model", model, "--write", 48, "--epochs", 6, *shape, "--json")
+    assert made.exit_code == 0, made.output
+    text = first / "text.npz"
+    again = ["train", tmp_path / "second", "--model", model, "--text", text]
+    # Next to no training: what it begins as is what was given, in shape and in what it knows.
+    result = run(*again, "--from", first / "head", "--epochs", 0.01, "--rows", 64, "--json")
+    assert result.exit_code == 0, result.output
+    before, after = (
+        json.loads((tmp_path / which / "head" / "report.json").read_text())
+        for which in ("first", "second")
+    )
+    for old, new in zip(before["held_out"], after["held_out"], strict=True):
+        assert new["acceptance_by_position"] == pytest.approx(
+            old["acceptance_by_position"], rel=0.02
+        )
+    assert after["config"]["draft_vocab_size"] == 200
+    assert after["config"]["taps"] == [0, 1, 2]
+    assert after["config"]["acceptance_from"] == 0
+    assert after["begun_from_a_head"] and not before["begun_from_a_head"]
+    # A run begun from a head goes on with that head.
+    other = run(*again[:4], "--resume", "--epochs", 1)
+    assert other.exit_code == 1
+    assert "another --" in other.stderr
+    save_head(tiny.eagle3(tiny.llama(tiny_checkpoint.VOCAB_SIZE, width=32)), tmp_path / "wide")
+    misfit = run(
+        *["train", tmp_path / "d", "--model", model, "--write", 48, "--from", tmp_path / "wide"]
+    )
+    assert misfit.exit_code == 1
+    assert "hidden size" in misfit.stderr
+    assert not (tmp_path / "d").exists()
 
 
 class Stop(Exception):

@@ -19,7 +19,7 @@ from mtplx.training.report import held_out_acceptance
 from mtplx.training.rollout import rollout
 from mtplx.training.states import TrunkStates
 from mtplx.training.text import Conversations
-from mtplx.training.trainer import TrainConfig, Trainer, initial_head
+from mtplx.training.trainer import TrainConfig, Trainer, initial_head, stream_sizes
 
 VOCAB = 23
 
@@ -320,7 +320,9 @@ def setup(tmp_path, monkeypatch, request):
 
     def trainer(name: str, config: TrainConfig = CONFIG) -> Trainer:
         (tmp_path / name).mkdir(exist_ok=True)
-        head = initial_head(trunk, config, torch.arange(VOCAB), "tiny")
+        head = initial_head(
+            trunk, config, torch.arange(VOCAB), "tiny", stream_sizes(states, np.arange(70))
+        )
         return Trainer(head, states, np.arange(70), config, tmp_path / name)
 
     return trainer, states, tmp_path
