@@ -34,6 +34,7 @@ def measure_acceptance(llm, prompts, sampling, args):
             max_tokens=args.max_tokens,
             depth=args.depth,
             sampling=replace(sampling, seed=args.seed + start),
+            verifier=args.verifier,
         )
         for row, result in zip(rows, results, strict=True):
             for key in (row["category"], "all"):
@@ -78,6 +79,7 @@ def measure_speed(llm, prompts, sampling, args):
                 max_tokens=args.max_tokens,
                 depth=depth,
                 sampling=replace(sampling, seed=args.seed + i),
+                verifier=args.verifier,
             )
             speeds[depth] = result.stats.decode_tokens_per_second
         pairs.append((speeds[0], speeds[args.depth]))
@@ -93,6 +95,7 @@ def main():
     parser.add_argument("--temperature", type=float, default=0.6)
     parser.add_argument("--top-p", type=float, default=0.95)
     parser.add_argument("--top-k", type=int, default=20)
+    parser.add_argument("--verifier", choices=("token", "block", "coupled"), default="block")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--batch", type=int, default=24)

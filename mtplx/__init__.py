@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mtplx.engine.request import Stats
     from mtplx.errors import MtplxError
+    from mtplx.grammar import GrammarSpec
     from mtplx.llm import LLM, Piece, Result, load
     from mtplx.sampling import SamplerConfig
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "MtplxError", "Piece", "Result", "SamplerConfig", "Stats", "load"]
+__all__ = ["LLM", "GrammarSpec", "MtplxError", "Piece", "Result", "SamplerConfig", "Stats", "load"]
 
 _HOMES = {
+    "GrammarSpec": "mtplx.grammar",
     "LLM": "mtplx.llm",
     "MtplxError": "mtplx.errors",
     "Piece": "mtplx.llm",

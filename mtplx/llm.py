@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, overload
+from functools import cached_property
+from typing import Any, get_args, overload
 
 import numpy as np
 import torch
@@ -13,8 +14,10 @@ import torch
 from mtplx.drafters.find import find_head
 from mtplx.drafters.mtp import Head
 from mtplx.engine.decoding import Batch, Burst
-from mtplx.engine.request import FinishReason, Request, Stats
+from mtplx.engine.request import FinishReason, Request, Stats, TokenLogprobs
 from mtplx.errors import MtplxError
+from mtplx.grammar import GrammarCompiler, GrammarSpec
+from mtplx.history import Constraint
 from mtplx.models.checkpoint import (
     Checkpoint,
     GenerationDefaults,
@@ -24,13 +27,16 @@ from mtplx.models.checkpoint import (
     locate,
     locate_head,
 )
+from mtplx.models.deterministic import DeterministicTrunk
 from mtplx.models.trunk import Trunk
 from mtplx.randomness import fresh_seed
-from mtplx.sampling import SamplerConfig
+from mtplx.sampling import SamplerConfig, Verifier, check_token_settings
 from mtplx.text.detokenizer import Detokenizer
 
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_MAX_TOKENS = 256
+MOST_LOGPROBS = 1000
+"""Alternatives reported with each token at most: more would be no report, but a vocabulary."""
 
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
 """Text, chat messages, or token ids."""
@@ -46,14 +52,18 @@ class Result:
         finish_reason: `stop` at an end-of-text or stop token, `length` at the budget's or the
             context's end.
         sampling: the settings used, with the seed that was drawn if none was given.
+        verifier: the rule used; with it and the seed the same text can be had again.
         stats: telemetry.
+        logprobs: of each token, if they were asked for.
     """
 
     text: str
     token_ids: list[int]
     finish_reason: FinishReason
     sampling: SamplerConfig
+    verifier: Verifier
     stats: Stats
+    logprobs: list[TokenLogprobs] | None = None
 
 
 @dataclass(frozen=True)
@@ -66,7 +76,9 @@ class Piece:
         drafted: how many of them, from the first on, came from the head.
         finish_reason: on the last piece, else None.
         sampling: the settings used.
+        verifier: the rule used.
         stats: telemetry so far.
+        logprobs: of each token, if they were asked for.
     """
 
     text: str
@@ -74,7 +86,9 @@ class Piece:
     drafted: int
     finish_reason: FinishReason | None
     sampling: SamplerConfig
+    verifier: Verifier
     stats: Stats
+    logprobs: list[TokenLogprobs] | None = None
 
 
 class LLM:
@@ -169,8 +183,11 @@ class LLM:
         max_tokens: int = ...,
         depth: int | None = ...,
         sampling: SamplerConfig | None = ...,
+        verifier: Verifier | None = ...,
         raw: bool = ...,
         stop_token_ids: Sequence[int] = ...,
+        grammar: GrammarSpec | None = ...,
+        logprobs: int | None = ...,
     ) -> Result: ...
 
     @overload
@@ -181,8 +198,11 @@ class LLM:
         max_tokens: int = ...,
         depth: int | None = ...,
         sampling: SamplerConfig | None = ...,
+        verifier: Verifier | None = ...,
         raw: bool = ...,
         stop_token_ids: Sequence[int] = ...,
+        grammar: GrammarSpec | None = ...,
+        logprobs: int | None = ...,
     ) -> list[Result]: ...
 
     def generate(
@@ -192,8 +212,11 @@ class LLM:
         max_tokens: int = DEFAULT_MAX_TOKENS,
         depth: int | None = None,
         sampling: SamplerConfig | None = None,
+        verifier: Verifier | None = None,
         raw: bool = False,
         stop_token_ids: Sequence[int] = (),
+        grammar: GrammarSpec | None = None,
+        logprobs: int | None = None,
     ) -> Result | list[Result]:
         """Continue one prompt, or a list of prompts as one batch.
 
@@ -202,8 +225,13 @@ class LLM:
             max_tokens: most tokens to emit, each.
             depth: tokens drafted per cycle; None for what the head recommends, 0 for none.
             sampling: settings; None for the checkpoint's own. In a batch, row i uses seed + i.
+            verifier: the exact rule by which drafts are kept; None for `coupled` where the
+                sampling has a seed, so that the text depends on the seed alone, else `block`.
             raw: do not put strings through the chat template.
             stop_token_ids: end the text too, beside the checkpoint's own.
+            grammar: what the text is to be; the tokens that end it come where it is complete.
+            logprobs: report the model's own log-probabilities, before all settings, of each token
+                and of so many of the likeliest; None for none at all.
         Returns:
             A `Result`, or a list of them for a list of prompts.
         """
@@ -211,15 +239,20 @@ class LLM:
         prompts: list[Prompt] = list(prompt) if many else [prompt]
         if not prompts:
             return []
+        begin = None if grammar is None else self._compile(grammar)
         requests = [
-            self._request(p, max_tokens, depth, sampling, raw, stop_token_ids, row)
+            self._request(
+                p, max_tokens, depth, sampling, verifier, raw, stop_token_ids, begin, logprobs, row
+            )
             for row, p in enumerate(prompts)
         ]
         tokens: list[list[int]] = [[] for _ in requests]
+        entries: list[list[TokenLogprobs]] = [[] for _ in requests]
         last: dict[int, Burst] = {}
         for bursts in Batch(self.trunk, self.head, requests).run():
             for burst in bursts:
                 tokens[burst.index] += burst.tokens
+                entries[burst.index] += burst.logprobs or []
                 last[burst.index] = burst
         results = []
         for i, request in enumerate(requests):
@@ -232,7 +265,9 @@ class LLM:
                     tokens[i],
                     reason,
                     replace(request.sampling, seed=request.seed),
+                    request.verifier,
                     last[i].stats,
+                    None if logprobs is None else entries[i],
                 )
             )
         return results if many else results[0]
@@ -244,22 +279,37 @@ class LLM:
         max_tokens: int = DEFAULT_MAX_TOKENS,
         depth: int | None = None,
         sampling: SamplerConfig | None = None,
+        verifier: Verifier | None = None,
         raw: bool = False,
         stop_token_ids: Sequence[int] = (),
+        grammar: GrammarSpec | None = None,
+        logprobs: int | None = None,
     ) -> Iterator[Piece]:
         """Continue one prompt, a piece for each cycle. Arguments as `generate`."""
-        request = self._request(prompt, max_tokens, depth, sampling, raw, stop_token_ids, 0)
-        used = replace(request.sampling, seed=request.seed)
+        begin = None if grammar is None else self._compile(grammar)
+        request = self._request(
+            prompt, max_tokens, depth, sampling, verifier, raw, stop_token_ids, begin, logprobs, 0
+        )
         # Made here, so that what is wrong with the request is said now and not at the first piece.
-        return self._pieces(Batch(self.trunk, self.head, [request]), used)
+        return self._pieces(Batch(self.trunk, self.head, [request]), request)
 
-    def _pieces(self, batch: Batch, used: SamplerConfig) -> Iterator[Piece]:
+    def _pieces(self, batch: Batch, request: Request) -> Iterator[Piece]:
+        used = replace(request.sampling, seed=request.seed)
         text = Detokenizer(self.tokenizer)
         for (burst,) in batch.run():
             new = text.push(burst.tokens)
             if burst.finish_reason:
                 new += text.finish()
-            yield Piece(new, burst.tokens, burst.drafted, burst.finish_reason, used, burst.stats)
+            yield Piece(
+                new,
+                burst.tokens,
+                burst.drafted,
+                burst.finish_reason,
+                used,
+                request.verifier,
+                burst.stats,
+                burst.logprobs,
+            )
 
     def _request(
         self,
@@ -267,8 +317,11 @@ class LLM:
         max_tokens: int,
         depth: int | None,
         sampling: SamplerConfig | None,
+        verifier: Verifier | None,
         raw: bool,
         stop_token_ids: Sequence[int],
+        grammar: Callable[[], Constraint] | None,
+        logprobs: int | None,
         row: int,
     ) -> Request:
         depth = self.depth if depth is None else depth
@@ -278,12 +331,17 @@ class LLM:
         if depth and self.head is None:
             raise MtplxError(f"{self.name} has no MTP head to draft with; use depth 0")
         sampling = self.default_sampling if sampling is None else sampling
-        for token in sampling.bias:
-            if token >= self.trunk.vocab_size:
-                raise MtplxError(
-                    f"logit_bias names token {token}; {self.name} has "
-                    f"{self.trunk.vocab_size} tokens"
-                )
+        try:
+            check_token_settings(sampling, self.trunk.vocab_size)
+        except ValueError as error:
+            raise MtplxError(f"{self.name}: {error}") from None
+        if logprobs is not None and not (_is_id(logprobs) and 0 <= logprobs <= MOST_LOGPROBS):
+            raise MtplxError(
+                f"logprobs must be an integer from 0 to {MOST_LOGPROBS}, or None for no "
+                f"log-probabilities, got {logprobs!r}"
+            )
+        if verifier is not None and verifier not in get_args(Verifier):
+            raise MtplxError(f"verifier must be one of {get_args(Verifier)}, got {verifier!r}")
         stops = _token_ids(stop_token_ids, "stop_token_ids")
         seed = fresh_seed() if sampling.seed is None else (sampling.seed + row) % 2**64
         return Request(
@@ -293,7 +351,27 @@ class LLM:
             max_tokens=int(max_tokens),
             depth=int(depth),
             stop_ids=frozenset([*self.defaults.eos_token_ids, *stops]),
+            verifier=verifier or default_verifier(sampling),
+            grammar=grammar,
+            logprobs=None if logprobs is None else int(logprobs),
         )
+
+    @cached_property
+    def _grammars(self) -> GrammarCompiler:
+        return GrammarCompiler(self.tokenizer, self.trunk.vocab_size)
+
+    def _compile(self, grammar: GrammarSpec) -> Callable[[], Constraint]:
+        if not isinstance(grammar, GrammarSpec):
+            raise MtplxError(
+                "grammar must be a GrammarSpec, as GrammarSpec.json_schema(…) makes one, got a "
+                f"{type(grammar).__name__}"
+            )
+        return self._grammars.compile(grammar)
+
+
+def default_verifier(sampling: SamplerConfig) -> Verifier:
+    """A seed asks for the same text again, whatever drafts it; else what keeps most."""
+    return "block" if sampling.seed is None else "coupled"
 
 
 PROMPT_KINDS = "a prompt is a string, a list of chat messages or a list of token ids"
@@ -334,6 +412,7 @@ def load(
     head: str | os.PathLike[str] | None = None,
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
+    deterministic: bool = False,
 ) -> LLM:
     """Load a model and whatever drafts for it.
 
@@ -342,14 +421,18 @@ def load(
         head: an attached head instead of the model's own: its directory, or a hub id.
         dtype: of the weights; None for bfloat16 where the device computes in it, else float32.
         device: None for CUDA or Apple's GPU where there is one, else the CPU.
+        deterministic: compute every position to the same bits, whatever pass it is in: slower,
+            and a coupled text is then the same at every depth, alone or in a batch.
     Raises:
         MtplxError: the model or head cannot be had, in one line that says what to do.
     """
     checkpoint: Checkpoint = locate(model)
     attached = None if head is None else locate_head(head)
     place = pick_device(device)
-    trunk = Trunk(load_model(checkpoint, pick_dtype(dtype, place), place))
+    network = load_model(checkpoint, pick_dtype(dtype, place), place)
+    trunk = DeterministicTrunk(network) if deterministic else Trunk(network)
     found = find_head(checkpoint, trunk, attached)
+    slow = trunk.slow_because if isinstance(trunk, DeterministicTrunk) else None
     return LLM(
         checkpoint.name,
         trunk,
@@ -357,7 +440,7 @@ def load(
         load_tokenizer(checkpoint),
         generation_defaults(checkpoint),
         found.depth,
-        found.notes,
+        [*found.notes, *([slow] if slow else [])],
         checkpoint.origin,
     )
 

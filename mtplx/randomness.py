@@ -5,21 +5,24 @@ choose, and what it is used for, and on nothing else. Batch neighbours, restarts
 drafts cannot shift it.
 
 The generator is Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"),
-vectorised over NumPy arrays.
+over NumPy arrays for the few numbers of a position, over torch tensors for those of a vocabulary.
 """
 
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
 
-_MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
-_WEYL = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
-_LOW = np.uint64(0xFFFFFFFF)
-_WORD = np.uint64(32)
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_LOW = 0xFFFFFFFF
 _ROUNDS = 10
 
 
@@ -29,32 +32,32 @@ class Purpose(IntEnum):
     DRAFT = 0  # which token is proposed
     ACCEPT = 1  # whether the proposal is kept
     EMIT = 2  # the correction after a rejection, or the bonus
+    RACE = 3  # when each token of the vocabulary finishes
 
 
-def philox4x32(counter: NDArray[np.uint64], key: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Ten rounds of Philox on 32-bit words held in uint64.
+def philox4x32(counter: Sequence[Any], key: Sequence[Any]) -> tuple[Any, Any, Any, Any]:
+    """Ten rounds of Philox on four counter and two key words, each an array or tensor below 2**32.
 
-    Args:
-        counter: [..., 4], each word below 2**32.
-        key: [..., 2], each word below 2**32.
-    Returns:
-        [..., 4] words below 2**32.
+    Held in uint64 by NumPy or int64 by torch: a product may pass the sign bit, and the shift then
+    brings it down, which the mask after it undoes.
     """
-    c0, c1, c2, c3 = (counter[..., i] for i in range(4))
-    k0, k1 = key[..., 0], key[..., 1]
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
     for _ in range(_ROUNDS):
         left, right = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0, c1, c2, c3 = (
-            (right >> _WORD) ^ c1 ^ k0,
+            ((right >> 32) & _LOW) ^ c1 ^ k0,
             right & _LOW,
-            (left >> _WORD) ^ c3 ^ k1,
+            ((left >> 32) & _LOW) ^ c3 ^ k1,
             left & _LOW,
         )
         k0, k1 = (k0 + _WEYL[0]) & _LOW, (k1 + _WEYL[1]) & _LOW
-    return np.stack([c0, c1, c2, c3], axis=-1)
+    return c0, c1, c2, c3
 
 
-def uniforms(seeds: ArrayLike, positions: ArrayLike, purpose: Purpose) -> NDArray[np.float64]:
+def uniforms(
+    seeds: ArrayLike, positions: ArrayLike, purpose: Purpose, offsets: ArrayLike = 0
+) -> NDArray[np.float64]:
     """Numbers in [0, 1) with 53 random bits.
 
     Args:
@@ -62,21 +65,53 @@ def uniforms(seeds: ArrayLike, positions: ArrayLike, purpose: Purpose) -> NDArra
         positions: absolute positions of the tokens in their sequences, integers in [0, 2**64);
             broadcast against `seeds`.
         purpose: what the numbers decide.
+        offsets: 0 for noise that belongs to a position alone. Where it belongs to the cycle as
+            well, 1 and more, counted from the cycle's first position, which tells the cycle.
     Returns:
         float64, of the broadcast shape.
     """
-    seed, position = np.broadcast_arrays(
-        np.asarray(seeds, dtype=np.uint64), np.asarray(positions, dtype=np.uint64)
+    seed, position, offset = np.broadcast_arrays(
+        *(np.asarray(x, dtype=np.uint64) for x in (seeds, positions, offsets))
     )
     use = np.full(seed.shape, int(purpose), dtype=np.uint64)
-    counter = np.stack([position & _LOW, position >> _WORD, use, np.zeros_like(use)], axis=-1)
-    key = np.stack([seed & _LOW, seed >> _WORD], axis=-1)
-    words = philox4x32(counter, key)
+    words = philox4x32(
+        (position & _LOW, position >> np.uint64(32), use, offset),
+        (seed & _LOW, seed >> np.uint64(32)),
+    )
     # 27 and 26 bits of two words: every multiple of 2**-53 in [0, 1), all equally likely.
-    high, low = words[..., 0] >> np.uint64(5), words[..., 1] >> np.uint64(6)
-    bits = (high << np.uint64(26)) | low
+    bits = ((words[0] >> np.uint64(5)) << np.uint64(26)) | (words[1] >> np.uint64(6))
     result: NDArray[np.float64] = bits.astype(np.float64) * 2.0**-53
     return result
+
+
+def exponentials(seeds: Tensor, positions: Tensor, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+    """Exponential variates of mean 1, one for each token at each position.
+
+    Args:
+        seeds: low and high 32 bits of the requests' seeds, [..., 2] int64.
+        positions: absolute, [...] int64.
+        tokens: ids from 0 to 2**33, [N] or [..., N] int64.
+        dtype: float64, or float32 where there is nothing wider.
+    Returns:
+        [..., N] of that type, above 0.
+    """
+    position = positions[..., None]
+    # One counter serves two tokens, two words each.
+    pair = tokens >> 1
+    words = philox4x32(
+        (position & _LOW, position >> 32, torch.full_like(pair, int(Purpose.RACE)), pair),
+        (seeds[..., :1], seeds[..., 1:]),
+    )
+    odd = (tokens & 1).bool()
+    high = torch.where(odd, words[2], words[0])
+    low = torch.where(odd, words[3], words[1])
+    # -log(1 - u) keeps its precision where it matters, at the small times that win. The half
+    # keeps them above 0.
+    if dtype == torch.float32:
+        u = ((high >> 9).to(dtype) + 0.5) * 2.0**-23
+    else:
+        u = (((high >> 5) << 26 | low >> 6).to(dtype) + 0.5) * 2.0**-53
+    return -torch.log1p(-u)
 
 
 def fresh_seed() -> int:

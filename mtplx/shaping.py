@@ -6,14 +6,17 @@ may have different settings; a setting that no row uses costs nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from mtplx.errors import MtplxError
-from mtplx.sampling import SamplerConfig
+from mtplx.history import History, indices
+from mtplx.sampling import SamplerConfig, check_token_settings
 
 TOP_P_CANDIDATES = 1024
 """How many of the likeliest tokens top-p looks at before it sorts a whole row."""
@@ -24,73 +27,126 @@ def wide(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-@dataclass
-class History:
-    """What the penalties count, for B sequences over a vocabulary of V.
+@dataclass(frozen=True)
+class Distributions:
+    """Distributions over a vocabulary, on the tokens that filters left or on all.
 
     Attributes:
-        prompt: whether the token is in the prompt, [B, V] bool.
-        output: how often the token has been emitted, [B, V] float32.
+        p: float32 [..., C], rows sum to 1.
+        ids: token of each column, ascending: [C] if all rows share them, [..., C] if not, None
+            where the column is the token. Rows with fewer tokens than others end in columns of
+            probability 0 whose id is no token's.
+        void: rows of which the settings forbid all tokens, [...] bool; None if they cannot. Their
+            p is what it would be without settings that forbid: a draft may come from it, since
+            its tokens are rejected, but nothing may be emitted.
     """
 
-    prompt: Tensor
-    output: Tensor
+    p: Tensor
+    ids: Tensor | None
+    void: Tensor | None = None
+
+    def __getitem__(self, where: Any) -> Distributions:
+        """Some of the rows, by any index of the leading dimensions."""
+        own = self.ids is not None and self.ids.ndim > 1
+        ids = self.ids[where] if own and self.ids is not None else self.ids
+        void = None if self.void is None else self.void[where]
+        return Distributions(self.p[where], ids, void)
+
+    def view(self, *shape: int) -> Distributions:
+        """The same rows under other leading dimensions."""
+        ids = self.ids
+        if ids is not None and ids.ndim > 1:
+            ids = ids.view(*shape, -1)
+        void = None if self.void is None else self.void.view(*shape)
+        return Distributions(self.p.view(*shape, -1), ids, void)
+
+    def tokens(self, columns: Tensor) -> Tensor:
+        """Tokens of one column of each row, [...] -> [...]."""
+        if self.ids is None:
+            return columns
+        if self.ids.ndim == 1:
+            return self.ids[columns]
+        return self.ids.gather(-1, columns[..., None])[..., 0]
+
+    def at(self, tokens: Tensor) -> Tensor:
+        """Probabilities of some tokens of each row, [..., N] -> [..., N]; 0 for no token's id."""
+        width = self.p.shape[-1]
+        if self.ids is None:
+            found = tokens < width
+            return torch.where(found, self.p.gather(-1, tokens.clamp_max(width - 1)), 0.0)
+        column = torch.searchsorted(self.ids.contiguous(), tokens.contiguous())
+        column = column.clamp_max(width - 1)
+        id_there = self.ids[column] if self.ids.ndim == 1 else self.ids.gather(-1, column)
+        return torch.where(id_there == tokens, self.p.gather(-1, column), 0.0)
+
+    def minus(self, other: Distributions, weight: Tensor) -> Tensor:
+        """max(weight * p - other's, 0) at these columns; weight [...], result [..., C]."""
+        mine = self.p * weight[..., None]
+        if self.ids is not None:
+            ids = self.ids.expand(self.p.shape) if self.ids.ndim == 1 else self.ids
+            return (mine - other.at(ids)).clamp_min(0)
+        if other.ids is not None:
+            width = mine.shape[-1]
+            ids = other.ids.expand(other.p.shape).clamp_max(width - 1)
+            return mine.scatter_add(-1, ids, -other.p.to(mine.dtype)).clamp_min(0)
+        return (mine - other.p).clamp_min(0)
+
+    def dense(self, vocab_size: int) -> Tensor:
+        """Probabilities of all tokens, [..., V]."""
+        if self.ids is None:
+            return self.p
+        everywhere = self.p.new_zeros(*self.p.shape[:-1], vocab_size + 1)
+        ids = self.ids.expand(self.p.shape).clamp_max(vocab_size)
+        return everywhere.scatter_(-1, ids, self.p)[..., :vocab_size]
 
     @classmethod
-    def of(cls, prompts: Sequence[Sequence[int]], vocab_size: int, device: torch.device) -> History:
-        """Histories that have only a prompt so far."""
-        seen = torch.zeros(len(prompts), vocab_size, dtype=torch.bool, device=device)
-        seen[_indices(prompts, device)] = True
-        return cls(seen, torch.zeros(seen.shape, device=device))
+    def stack(cls, rows: Sequence[Distributions], vocab_size: int) -> Distributions:
+        """[B, C] each -> [B, N, C], the narrower ones widened. Which are void is left out."""
+        shared = rows[0].ids
+        own = shared is not None and shared.ndim > 1
+        if not own and all(row.ids is shared for row in rows):
+            return cls(torch.stack([row.p for row in rows], 1), shared)
+        widest = max(row.p.shape[-1] for row in rows)
+        p = torch.stack([F.pad(row.p, (0, widest - row.p.shape[-1])) for row in rows], 1)
+        ids = [row._every_id() for row in rows]
+        padded = [F.pad(i, (0, widest - i.shape[-1]), value=vocab_size) for i in ids]
+        return cls(p, torch.stack(padded, 1))
 
-    def emit(self, tokens: Sequence[Sequence[int]]) -> None:
-        """Count emitted tokens, a list for each sequence."""
-        one = self.output.new_ones(())
-        self.output.index_put_(_indices(tokens, self.output.device), one, accumulate=True)
-
-    def after(self, draft: Tensor) -> History:
-        """Histories at every position of a draft [B, K]: 0 to K drafted tokens counted.
-
-        Returns:
-            A history of B * (K + 1) rows, the positions of one sequence together.
-        """
-        steps = [self] + [self.after_tokens(draft[:, : i + 1]) for i in range(draft.shape[1])]
-        counts = torch.stack([step.output for step in steps], 1)
-        return History(self.prompt.repeat_interleave(len(steps), 0), counts.flatten(0, 1))
-
-    def after_tokens(self, tokens: Tensor) -> History:
-        """Histories with these tokens [B, N] counted too."""
-        return History(
-            self.prompt,
-            self.output.scatter_add(1, tokens, torch.ones_like(tokens, dtype=torch.float32)),
-        )
-
-    def keep_rows(self, rows: Tensor) -> None:
-        """Drop all sequences but these."""
-        self.prompt, self.output = self.prompt[rows], self.output[rows]
-
-
-def _indices(tokens: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Row and column of every token in a list for each row."""
-    rows = [row for row, ids in enumerate(tokens) for _ in ids]
-    columns = [token for ids in tokens for token in ids]
-    return (
-        torch.tensor(rows, dtype=torch.int64, device=device),
-        torch.tensor(columns, dtype=torch.int64, device=device),
-    )
+    def _every_id(self) -> Tensor:
+        """The token of every column of every row, [..., C]."""
+        ids = self.ids
+        if ids is None:
+            ids = torch.arange(self.p.shape[-1], device=self.p.device)
+        return ids.expand(self.p.shape)
 
 
 class Shaper:
     """Settings of B requests as tensors, ready to shape their logits."""
 
     def __init__(
-        self, configs: Sequence[SamplerConfig], vocab_size: int, device: torch.device
+        self,
+        configs: Sequence[SamplerConfig],
+        vocab_size: int,
+        device: torch.device,
+        stop_ids: Sequence[Collection[int]] = (),
     ) -> None:
+        """
+        Args:
+            configs: of B requests.
+            vocab_size: V.
+            device: of the logits.
+            stop_ids: the tokens that end each request's text, as far as they are in the
+                vocabulary; where none are given, none do.
+        """
         self.configs = list(configs)
+        self.stop_ids = [
+            sorted(token for token in ids if token < vocab_size)
+            for ids in (stop_ids or [()] * len(self.configs))
+        ]
         self.vocab_size = vocab_size
         self.device = device
         for config in self.configs:
-            _check_range(config)
+            _check_range(config, vocab_size)
 
         def column(values: list[float], dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.tensor(values, dtype=dtype, device=device)[:, None]
@@ -102,6 +158,7 @@ class Shaper:
         # As wide as the law's, so that ties on the edge of the nucleus fall the same way.
         self.top_p = column([c.top_p for c in self.configs], wide(device))
         self.min_p = column([c.min_p for c in self.configs])
+        self.typical_p = column([c.typical_p for c in self.configs], wide(device))
         self.repetition = column([c.repetition_penalty for c in self.configs])
         self.presence = column([c.presence_penalty for c in self.configs])
         self.frequency = column([c.frequency_penalty for c in self.configs])
@@ -114,102 +171,201 @@ class Shaper:
         self.all_greedy = all(c.temperature == 0 for c in self.configs)
         self.any_top_p = any(c.top_p < 1 for c in self.configs)
         self.any_min_p = any(c.min_p > 0 for c in self.configs)
+        self.any_typical = any(c.typical_p < 1 for c in self.configs)
         self.all_narrow = all(c.top_k > 0 or c.temperature == 0 for c in self.configs)
         self.max_top_k = min(max(c.top_k for c in self.configs), vocab_size)
-        self.uses_history = any(
+        self.uses_penalties = any(
             c.repetition_penalty != 1 or c.presence_penalty or c.frequency_penalty
             for c in self.configs
         )
-        self.bias = self._bias()
+        self.ngram = torch.tensor([[c.no_repeat_ngram] for c in self.configs], device=device)
+        self.ngrams = sorted({c.no_repeat_ngram for c in self.configs} - {0})
+        self.bias, self.bans = self._bias()
+        self.early_stops = self._early_stops()
+        self.forced = self._forced()
 
-    def _bias(self) -> Tensor | None:
-        if not any(c.logit_bias for c in self.configs):
-            return None
-        biases = [c.bias for c in self.configs]
-        largest = max(token for bias in biases for token in bias)
-        if largest >= self.vocab_size:
-            raise MtplxError(
-                f"logit_bias names token {largest}; the model has {self.vocab_size} tokens"
-            )
+    @property
+    def uses_history(self) -> bool:
+        """Whether a setting looks back at the text."""
+        return (
+            self.uses_penalties
+            or bool(self.ngrams)
+            or self.early_stops is not None
+            or self.forced is not None
+        )
+
+    def begin(self, prompts: Sequence[Sequence[int]]) -> History:
+        """Histories of these prompts, with what the settings look at."""
+        ngram = max(self.ngrams, default=0)
+        return History.of(prompts, self.vocab_size, self.device, self.uses_penalties, ngram)
+
+    def _bias(self) -> tuple[Tensor | None, bool]:
+        """What is always added, [B, V], and whether it forbids any token."""
+        biases = []
+        for config, stops in zip(self.configs, self.stop_ids, strict=True):
+            never = [*config.banned_tokens, *(stops if config.suppress_stop else ())]
+            biases.append(config.bias | dict.fromkeys(never, -torch.inf))
         values = [value for bias in biases for value in bias.values()]
+        if not values:
+            return None, False
         added = torch.zeros(len(biases), self.vocab_size, device=self.device)
-        at = _indices([list(bias) for bias in biases], self.device)
+        at = indices([list(bias) for bias in biases], self.device)
         added[at] = torch.tensor(values, device=self.device)
-        return added
+        return added, -torch.inf in values
+
+    def _early_stops(self) -> tuple[Tensor, Tensor] | None:
+        """How many tokens come before a stop, [B, 1], and the stops, [B, V] bool."""
+        if not any(c.min_tokens for c in self.configs):
+            return None
+        least = torch.tensor([c.min_tokens for c in self.configs], device=self.device)
+        stops = torch.zeros(len(self.configs), self.vocab_size, dtype=torch.bool)
+        stops[indices(self.stop_ids, stops.device)] = True
+        return least[:, None], stops.to(self.device)
+
+    def _forced(self) -> Tensor | None:
+        """The output's first tokens, [B, N + 1] int64, -1 where any may come."""
+        longest = max(len(c.forced_tokens) for c in self.configs)
+        if not longest:
+            return None
+        rows = [[*c.forced_tokens, *[-1] * (longest + 1)][: longest + 1] for c in self.configs]
+        return torch.tensor(rows, device=self.device)
 
     def keep_rows(self, rows: Sequence[int]) -> Shaper:
         """For these requests only."""
-        return Shaper([self.configs[r] for r in rows], self.vocab_size, self.device)
+        return Shaper(
+            [self.configs[r] for r in rows],
+            self.vocab_size,
+            self.device,
+            [self.stop_ids[r] for r in rows],
+        )
 
     def __call__(
         self, logits: Tensor, history: History | None, ids: Tensor | None = None
-    ) -> Tensor:
-        """Probabilities of B * N rows, N consecutive ones for each request.
+    ) -> Distributions:
+        """Distributions of B * N rows, N consecutive ones for each request.
+
+        On few tokens where the settings of all rows leave few, else on all.
 
         Args:
             logits: [B * N, W] of any float type.
-            history: of B * N rows; needed where a penalty is used.
-            ids: target token ids of the W columns, [W]; None for the whole vocabulary.
-        Returns:
-            float32 [B * N, W]; rows sum to 1.
+            history: of B * N rows; needed where a setting looks back.
+            ids: target token ids of the W columns, ascending [W]; None for the whole vocabulary.
         Raises:
-            MtplxError: a row has a NaN or a +inf, or nothing but -inf; names row and position.
+            MtplxError: logits have a NaN or a +inf, or nothing but -inf; names row and position.
         """
-        scores = logits.float()
-        repeat = len(scores) // len(self.configs)
+        raw = logits.float()
+        repeat = len(raw) // len(self.configs)
 
         def rows(column: Tensor) -> Tensor:
             return column if repeat == 1 else column.repeat_interleave(repeat, 0)
 
+        scores = self._biased_and_penalised(raw, history, ids, rows)
+        scores, forbids = self._without_forbidden(scores, history, ids, rows)
+        top, void = scores.amax(-1, keepdim=True), None
+        if forbids:
+            void = top == -torch.inf
+            scores = torch.where(void, raw, scores)
+            top, void = scores.amax(-1, keepdim=True), void[:, 0]
+        _check(top, repeat)
+
+        greedy = rows(self.greedy)
+        best = _lowest_of(scores, top) if self.any_greedy else None
+        columns = None
+        if self.all_greedy and best is not None:
+            p, columns = torch.ones_like(top), best
+        else:
+            # Greedy rows are replaced below; a temperature of 1 keeps them finite until then.
+            temperature = torch.where(greedy, 1.0, rows(self.temperature))
+            if self.all_narrow:
+                scores, columns = _narrow(scores, self.max_top_k)
+            if self.max_top_k:
+                scores = _top_k(scores, rows(self.top_k), self.max_top_k)
+            if self.any_top_p:
+                scores, left = _top_p(scores, top, temperature, rows(self.top_p))
+                if left is not None:
+                    columns = left if columns is None else columns.gather(-1, left)
+            p = ((scores - top) / temperature).softmax(-1)
+            if self.any_min_p:
+                likely = torch.where(p >= rows(self.min_p) * p.amax(-1, keepdim=True), p, 0.0)
+                # Rows without min-p keep their p, whatever their neighbours ask for.
+                p = torch.where(rows(self.min_p) > 0, likely / likely.sum(-1, keepdim=True), p)
+            if self.any_typical:
+                typical = torch.where(_typical(p, rows(self.typical_p)), p, 0.0)
+                share = typical / typical.sum(-1, keepdim=True)
+                p = torch.where(rows(self.typical_p) < 1, share, p)
+            if best is not None:
+                p, columns = _greedy_rows(p, columns, greedy, best, logits.shape[-1])
+        if columns is None:
+            return Distributions(p, ids, void)
+        if ids is not None:
+            columns = F.pad(ids, (0, 1), value=self.vocab_size)[columns]
+        return Distributions(p, columns, void)
+
+    def _biased_and_penalised(
+        self,
+        scores: Tensor,
+        history: History | None,
+        ids: Tensor | None,
+        rows: Callable[[Tensor], Tensor],
+    ) -> Tensor:
         if self.bias is not None:
-            bias = self.bias if ids is None else self.bias[:, ids]
-            biased = scores + rows(bias)
-            if ids is not None:
-                # A reduced vocabulary may hold nothing that the bias allows. What is drafted
-                # then is drawn from the unbiased row, and rejected.
-                biased = torch.where((biased == -torch.inf).all(-1, keepdim=True), scores, biased)
-            scores = biased
-        if self.uses_history:
+            scores = scores + rows(self.bias if ids is None else self.bias[:, ids])
+        if self.uses_penalties:
             assert history is not None, "penalties need a history"
+            assert history.prompt is not None and history.output is not None
             prompt = history.prompt if ids is None else history.prompt[:, ids]
             output = history.output if ids is None else history.output[:, ids]
             factor = rows(self.repetition)
             penalised = torch.where(scores < 0, scores * factor, scores / factor)
             scores = torch.where(prompt | (output > 0), penalised, scores)
             scores = scores - rows(self.frequency) * output - rows(self.presence) * (output > 0)
-        top = scores.amax(-1, keepdim=True)
-        _check(top, repeat)
+        return scores
 
-        if self.all_greedy:
-            return _one_hot(scores, top)
-        unfiltered = scores
-        greedy = rows(self.greedy)
-        # Greedy rows are replaced at the end; a temperature of 1 keeps them finite until then.
-        temperature = torch.where(greedy, 1.0, rows(self.temperature))
-        columns = None
-        if self.all_narrow:
-            scores, columns = _narrow(scores, self.max_top_k)
-        if self.max_top_k:
-            scores = _top_k(scores, rows(self.top_k), self.max_top_k)
-        if self.any_top_p:
-            scores = _top_p(scores, top, temperature, rows(self.top_p))
-        p = ((scores - top) / temperature).softmax(-1)
-        if self.any_min_p:
-            likely = torch.where(p >= rows(self.min_p) * p.amax(-1, keepdim=True), p, 0.0)
-            # Rows without min-p keep their p, whatever their neighbours ask for.
-            p = torch.where(rows(self.min_p) > 0, likely / likely.sum(-1, keepdim=True), p)
-        if columns is not None:
-            p = torch.zeros_like(unfiltered).scatter_(-1, columns, p)
-        if self.any_greedy:
-            p = torch.where(greedy, _one_hot(unfiltered, top), p)
-        return p
+    def _without_forbidden(
+        self,
+        scores: Tensor,
+        history: History | None,
+        ids: Tensor | None,
+        rows: Callable[[Tensor], Tensor],
+    ) -> tuple[Tensor, bool]:
+        """Scores [R, W] with -inf for what may not come, and whether any setting can say so."""
+
+        def here(mask: Tensor) -> Tensor:
+            return mask if ids is None else mask[:, ids]
+
+        masks = []
+        if history is not None and history.allowed is not None:
+            masks.append(~here(history.allowed))
+        if self.early_stops is not None:
+            assert history is not None, "min_tokens needs a history"
+            least, stops = self.early_stops
+            masks.append((history.emitted[:, None] < rows(least)) & rows(here(stops)))
+        if self.ngrams:
+            assert history is not None and history.text is not None, "n-grams need a history"
+            for size in self.ngrams:
+                repeating = _repeating(history.text, history.end, size, self.vocab_size)
+                masks.append((rows(self.ngram) == size) & here(repeating))
+        for mask in masks:
+            scores = scores.masked_fill(mask, -torch.inf)
+        if self.forced is not None:
+            assert history is not None, "forced tokens need a history"
+            position = history.emitted.clamp_max(self.forced.shape[1] - 1)
+            token = rows(self.forced).gather(1, position[:, None])
+            columns = torch.arange(self.vocab_size, device=self.device) if ids is None else ids
+            alone = torch.where(columns == token, 0.0, -torch.inf)
+            scores = torch.where(token >= 0, alone, scores)
+        return scores, self.bans or bool(masks) or self.forced is not None
 
 
 LARGEST_SETTING = 1e4
 """Beyond it, what float32 leaves of the logits beside a bias or a penalty is no longer exact."""
 
 
-def _check_range(config: SamplerConfig) -> None:
+def _check_range(config: SamplerConfig, vocab_size: int) -> None:
+    try:
+        check_token_settings(config, vocab_size)
+    except ValueError as error:
+        raise MtplxError(str(error)) from None
     for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
         value = getattr(config, name)
         if abs(value) > LARGEST_SETTING or 0 < abs(value) < 1 / LARGEST_SETTING:
@@ -234,25 +390,40 @@ def _check(top: Tensor, repeat: int) -> None:
         )
 
 
-def _one_hot(scores: Tensor, top: Tensor) -> Tensor:
-    # The lowest id among equals, on every device.
+def _lowest_of(scores: Tensor, top: Tensor) -> Tensor:
+    """The lowest id of those that reach the top, [R, 1], on every device."""
     ids = torch.arange(scores.shape[-1], device=scores.device)
-    first = torch.where(scores == top, ids, scores.shape[-1]).amin(-1, keepdim=True)
-    return torch.zeros_like(scores).scatter_(-1, first, 1.0)
+    return torch.where(scores == top, ids, scores.shape[-1]).amin(-1, keepdim=True)
 
 
-def _narrow(scores: Tensor, k: int) -> tuple[Tensor, Tensor | None]:
-    """The k largest scores of each row, those that tie with the k-th, and their columns, ascending.
+def _greedy_rows(
+    p: Tensor, columns: Tensor | None, greedy: Tensor, best: Tensor, width: int
+) -> tuple[Tensor, Tensor | None]:
+    """Put all mass of the greedy rows on their best column."""
+    if columns is None:
+        here = torch.arange(width, device=p.device)
+        return torch.where(greedy, (here == best).float(), p), None
+    # The best column need not be among those left to its neighbours' filters.
+    alone = F.pad(torch.ones_like(p[:, :1]), (0, p.shape[-1] - 1))
+    only = F.pad(best, (0, p.shape[-1] - 1), value=width)
+    return torch.where(greedy, alone, p), torch.where(greedy, only, columns)
 
-    What follows then works on some dozens of numbers instead of a vocabulary. Half-precision
-    logits tie often; where more tie than there is room for, all columns are given back, as None.
+
+def _narrow(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The largest scores of each row and their columns, ascending: the k best and what ties.
+
+    What follows then works on some dozens of numbers instead of a vocabulary.
     """
+    width = scores.shape[-1]
     count = 2 * k + 32
-    if count >= scores.shape[-1]:
-        return scores, None
-    best, columns = scores.topk(count, dim=-1)
-    if bool(((best[:, -1] == best[:, k - 1]) & best[:, -1].isfinite()).any()):
-        return scores, None
+    while True:
+        count = min(count, width)
+        best, columns = scores.topk(count, dim=-1)
+        # Half-precision logits tie often, and all that tie with the k-th have to be here.
+        least = best[:, -1]
+        if count == width or not bool(((least == best[:, k - 1]) & least.isfinite()).any()):
+            break
+        count *= 8
     columns, order = columns.sort(-1)
     return best.gather(-1, order), columns
 
@@ -265,11 +436,16 @@ def _top_k(scores: Tensor, k: Tensor, largest: int) -> Tensor:
     return torch.where((scores < cut) & (k > 0), -torch.inf, scores)
 
 
-def _top_p(scores: Tensor, top: Tensor, temperature: Tensor, top_p: Tensor) -> Tensor:
+def _top_p(
+    scores: Tensor, top: Tensor, temperature: Tensor, top_p: Tensor
+) -> tuple[Tensor, Tensor | None]:
     """Remove, from the least likely up, what fits into a mass of 1 - top_p.
 
     Looks at the likeliest tokens first, which nearly always decide; the whole row is sorted only
     where the cut lies, or may lie, beyond them.
+
+    Returns:
+        The scores, and their columns, ascending, if only a part of them is given back.
     """
     width = scores.shape[-1]
     count = min(width, TOP_P_CANDIDATES)
@@ -294,6 +470,43 @@ def _top_p(scores: Tensor, top: Tensor, temperature: Tensor, top_p: Tensor) -> T
         if count == width or bool((decided | (top_p[:, 0] >= 1)).all()):
             break
         count = width
-    kept = torch.full_like(scores, -torch.inf)
-    kept.scatter_(-1, ids, torch.where(keep, best, -torch.inf))
-    return torch.where(top_p < 1, kept, scores)
+    kept = torch.where(keep, best, -torch.inf)
+    if count < width and bool((top_p < 1).all()):
+        ids, order = ids.sort(-1)
+        return kept.gather(-1, order), ids
+    everywhere = torch.full_like(scores, -torch.inf).scatter_(-1, ids, kept)
+    return torch.where(top_p < 1, everywhere, scores), None
+
+
+def _typical(p: Tensor, typical_p: Tensor) -> Tensor:
+    """Which tokens are nearest to the entropy, as many as reach the mass typical_p."""
+    p = p.to(typical_p.dtype)
+    distance = (-p.log() - torch.special.entr(p).sum(-1, keepdim=True)).abs()
+    nearest = distance.argsort(dim=-1)
+    mass = p.gather(-1, nearest).cumsum(-1)
+    last = (mass < typical_p).sum(-1, keepdim=True).clamp_max(p.shape[-1] - 1)
+    kept: Tensor = distance <= distance.gather(-1, nearest.gather(-1, last))
+    return kept
+
+
+def _repeating(text: Tensor, end: Tensor, size: int, vocab_size: int) -> Tensor:
+    """Tokens that would make the last `size` tokens of a text ones that it has already.
+
+    Args:
+        text: token ids, [R, N] int64, -1 before a row's first.
+        end: columns of each row that count, [R] int64.
+        size: tokens in a sequence.
+    Returns:
+        [R, V] bool.
+    """
+    count = text.shape[1] - size + 1
+    same = torch.arange(size - 1, text.shape[1], device=text.device) < end[:, None]
+    for i in range(size - 1):
+        last = text.gather(1, (end - size + 1 + i)[:, None])
+        same = same & (text[:, i : i + count] == last)
+    # What does not count goes to a column that is no token's.
+    token = torch.where(same, text[:, size - 1 :], -1)
+    token = torch.where((token >= 0) & (token < vocab_size), token, vocab_size)
+    found = torch.zeros(len(text), vocab_size + 1, dtype=torch.bool, device=text.device)
+    found.scatter_(1, token, True)
+    return found[:, :vocab_size]

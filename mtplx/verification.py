@@ -1,7 +1,15 @@
-"""Verifying drafts in torch, many sequences at once.
+"""Verifying drafts in torch, many sequences at once, by three exact rules.
 
-The batched counterpart of `mtplx.speculative.verify_draft`, equal to it decision for decision
-when both are fed the same uniforms.
+The batched counterpart of the rules in `mtplx.speculative`, equal to them decision for decision
+when both are fed the same random numbers. Rows may have rules of their own:
+
+* `token`: each drafted token is kept with probability min(1, p / q), in order (Leviathan et al.
+  2023; Chen et al. 2023).
+* `block`: the whole draft is looked at before a prefix is kept (Sun et al. 2025,
+  arXiv:2403.10444), which keeps at least as many.
+* `coupled`: draft and target choose by the same noise, and a drafted token is kept while it is
+  what the target chooses (Daliri et al. 2024, arXiv:2408.07978). The text then depends on the
+  seed alone, and not on what was drafted.
 """
 
 from __future__ import annotations
@@ -13,8 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mtplx.randomness import Purpose, uniforms
-from mtplx.shaping import wide
+from mtplx.randomness import Purpose, exponentials, uniforms
+from mtplx.sampling import Verifier
+from mtplx.shaping import Distributions, wide
 
 
 @dataclass(frozen=True)
@@ -23,15 +32,11 @@ class Draft:
 
     Attributes:
         tokens: target token ids, [B, K] int64.
-        columns: the same tokens as columns of `q`, [B, K] int64.
-        q: the distributions drawn from, after every filter, [B, K, W] float32.
-        ids: target token ids of the W columns, [W]; None where W is the whole vocabulary.
+        q: the distributions drawn from, after every filter, [B, K, C].
     """
 
     tokens: Tensor
-    columns: Tensor
-    q: Tensor
-    ids: Tensor | None
+    q: Distributions
 
 
 @dataclass(frozen=True)
@@ -41,8 +46,8 @@ class Verdict:
     Attributes:
         accepted: drafted tokens kept, from the first on, [B] int64.
         token: the correction, or the bonus where all were kept, [B] int64.
-        probability: with which each drafted token was to be kept, [B, K] float32; those behind a
-            rejection are void.
+        probability: with which each drafted token was to be kept, given that those before it
+            were, [B, K] float32; those behind a rejection are void.
     """
 
     accepted: Tensor
@@ -50,75 +55,193 @@ class Verdict:
     probability: Tensor
 
 
-def noise(
-    seeds: Sequence[int], lengths: Sequence[int], count: int, purpose: Purpose, device: torch.device
-) -> Tensor:
-    """Uniforms for the `count` positions that follow each sequence's pending token.
+class Noise:
+    """The random numbers of one cycle of B rows: for its draft, its decisions, its last token.
 
-    Args:
-        seeds: of B requests.
-        lengths: committed tokens of each; the pending token has this position, the first one
-            decided the next.
-        count: positions.
-        purpose: what the uniforms decide.
-        device: where they are wanted.
-    Returns:
-        [B, count] in the device's widest type.
+    A rule that looks at later drafts before it decides (`block`) must not meet the same numbers
+    when it drafts those positions again, so its noise belongs to the cycle too (design, idea 6).
     """
-    positions = np.array(lengths, dtype=np.uint64)[:, None] + np.arange(
-        1, count + 1, dtype=np.uint64
-    )
-    u = uniforms(np.array(seeds, dtype=np.uint64)[:, None], positions, purpose)
-    if wide(device) == torch.float32:
-        # Cut to the 24 bits that fit, since rounding could make a 1 of them.
-        u = np.floor(u * 2.0**24) * 2.0**-24
-    return torch.from_numpy(u).to(wide(device)).to(device)
+
+    def __init__(
+        self,
+        seeds: Sequence[int],
+        lengths: Sequence[int],
+        verifiers: Sequence[Verifier],
+        depth: int,
+        device: torch.device,
+    ) -> None:
+        """
+        Args:
+            seeds: of B requests.
+            lengths: committed tokens of each; the pending token has this position, the first one
+                decided the next.
+            verifiers: rule of each.
+            depth: tokens drafted, at most.
+            device: where the numbers are wanted.
+        """
+        self.device, self.depth = device, depth
+        ahead = np.arange(1, depth + 2, dtype=np.uint64)
+        positions = np.array(lengths, dtype=np.uint64)[:, None] + ahead
+        by_cycle = np.array([v == "block" for v in verifiers])
+        offsets = np.where(by_cycle[:, None], ahead, np.uint64(0))
+        seed = np.array(seeds, dtype=np.uint64)[:, None]
+
+        def numbers(purpose: Purpose) -> Tensor:
+            u = uniforms(seed, positions, purpose, offsets)
+            if wide(device) == torch.float32:
+                # Cut to the 24 bits that fit, since rounding could make a 1 of them.
+                u = np.floor(u * 2.0**24) * 2.0**-24
+            return torch.from_numpy(u).to(wide(device)).to(device)
+
+        self.block = _mask(by_cycle, device)
+        self.coupled = _mask(np.array([v == "coupled" for v in verifiers]), device)
+        # A draft's tokens and the token that ends a cycle, decided at the same positions.
+        self.draft = numbers(Purpose.DRAFT) if depth else None
+        self.accept = numbers(Purpose.ACCEPT) if depth else None
+        self.emit = numbers(Purpose.EMIT)
+        if self.coupled is not None:
+            halves = np.concatenate([seed & np.uint64(2**32 - 1), seed >> np.uint64(32)], -1)
+            self._seeds = torch.from_numpy(halves.astype(np.int64)).to(device)
+            self._positions = torch.from_numpy(positions.astype(np.int64)).to(device)
+
+    def drafted(self, q: Distributions, position: int) -> Tensor:
+        """A token of each row [B, C], for this position of the draft, from 0."""
+        assert self.draft is not None
+        token = draw(q, self.draft[:, position])
+        if self.coupled is None:
+            return token
+        return torch.where(self.coupled, self.winners(q.view(len(token), 1), position)[:, 0], token)
+
+    def winners(self, p: Distributions, first: int = 0) -> Tensor:
+        """The token that finishes first in each row's race, [B, T, C] -> [B, T].
+
+        A token of probability p runs at that speed: its time is exponential with rate p, so it
+        wins with probability p; and it wins under p and q alike when both favour it.
+
+        Args:
+            p: at T positions from the cycle's `first` on.
+        """
+        batch, count, width = p.p.shape
+        ids = torch.arange(width, device=self.device) if p.ids is None else p.ids
+        positions = self._positions[:, first : first + count]
+        seeds = self._seeds[:, None].expand(batch, count, 2)
+        times = exponentials(seeds, positions, ids, wide(self.device)) / p.p
+        return p.tokens(times.argmin(-1))
 
 
-def draw(probabilities: Tensor, uniforms: Tensor) -> Tensor:
-    """One column of each row by inverting the cumulative sum; never one of probability 0.
+def _mask(rows: np.ndarray[tuple[int], np.dtype[np.bool_]], device: torch.device) -> Tensor | None:
+    """None where no row is meant, so that a rule nobody asked for costs nothing."""
+    return torch.from_numpy(rows).to(device) if rows.any() else None
+
+
+def draw(p: Distributions, uniforms: Tensor) -> Tensor:
+    """A token of each row by inverting the cumulative sum; never one of probability 0.
 
     Args:
-        probabilities: [R, W].
+        p: [R, C].
         uniforms: in [0, 1), [R].
     Returns:
         [R] int64.
     """
-    cumulative = probabilities.cumsum(-1, dtype=wide(probabilities.device))
-    # Scaled by the last sum, u stays below it; the first sum above u is never that of a token
-    # of probability 0.
+    return p.tokens(_column(p.p, uniforms))
+
+
+def _column(weights: Tensor, uniforms: Tensor) -> Tensor:
+    cumulative = weights.cumsum(-1, dtype=wide(weights.device))
+    # Scaled by the last sum, u stays below it; the first sum above u is never that of a column
+    # of weight 0.
     u = uniforms.to(cumulative.dtype)[:, None] * cumulative[:, -1:]
     return torch.searchsorted(cumulative, u, right=True)[:, 0]
 
 
-def verify(p: Tensor, draft: Draft, depths: Tensor, accept: Tensor, emit: Tensor) -> Verdict:
-    """Verify position by position (Leviathan et al. 2023; Chen et al. 2023).
+def verify(p: Distributions, draft: Draft, depths: Tensor, noise: Noise) -> Verdict:
+    """Keep a prefix of each draft and choose the token after it, by each row's rule.
 
     Args:
-        p: the target after 0 to K drafted tokens, [B, K + 1, V] float32.
+        p: the target after 0 to K drafted tokens, [B, K + 1, C].
         draft: K tokens a row, of which the first `depths[b]` count.
         depths: [B] int64, each at most K.
-        accept: uniforms that decide about the drafted tokens, [B, K].
-        emit: uniforms for the token emitted at each position, [B, K + 1].
+        noise: of this cycle.
     """
     batch, depth = draft.tokens.shape
-    every = torch.arange(batch, device=p.device)
-    p_token = p[:, :depth].gather(2, draft.tokens[..., None])[..., 0]
-    q_token = draft.q.gather(2, draft.columns[..., None])[..., 0]
+    every = torch.arange(batch, device=depths.device)
+    real = torch.arange(depth, device=depths.device) < depths[:, None]
+    if depth:
+        assert noise.accept is not None
+        kept, weight, probability = _token_rule(p, draft, real, noise.accept[:, :depth])
+        if noise.block is not None:
+            rule = _block_rule(p, draft, depths, real, noise.accept[:, :depth])
+            kept, weight, probability = (
+                torch.where(noise.block if x.ndim == 1 else noise.block[:, None], y, x)
+                for x, y in zip((kept, weight, probability), rule, strict=True)
+            )
+    else:
+        kept, weight = torch.zeros_like(depths), torch.ones(batch, device=depths.device)
+        probability = weight[:, None][:, :0]
+    last = p[every, kept]
+    weights = last.p
+    if depth:
+        left = last.minus(draft.q[every, kept.clamp_max(depth - 1)], weight)
+        # Nothing left means p = q up to rounding, where the target itself is the answer.
+        rejected = (kept < depths) & (left.sum(-1) > 0)
+        weights = torch.where(rejected[:, None], left, weights.to(left.dtype))
+    token = last.tokens(_column(weights, noise.emit[every, kept]))
+    if noise.coupled is not None:
+        winners = noise.winners(p)
+        same = (winners[:, :depth] == draft.tokens) & real
+        reached = same.to(torch.int64).cumprod(1).sum(1)
+        kept = torch.where(noise.coupled, reached, kept)
+        token = torch.where(noise.coupled, winners[every, reached], token)
+        probability = torch.where(noise.coupled[:, None], same.to(probability.dtype), probability)
+    return Verdict(kept, token, probability.float())
+
+
+def _token_rule(
+    p: Distributions, draft: Draft, real: Tensor, accept: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens kept [B], the target's weight in the residual [B], probabilities [B, K]."""
+    p_token, q_token = _of_drafted(p, draft)
     # min(1, p / q) written so that q = 0 needs no case of its own; p = 0 gives 0.
     probability = torch.where(p_token > 0, p_token / torch.maximum(p_token, q_token), 0.0)
-    real = torch.arange(depth, device=p.device) < depths[:, None]
     # Compared in the uniforms' own type: rounded to float32 one of them could become 1.
     kept = (accept < probability.to(accept.dtype)) & real
-    accepted = kept.to(torch.int64).cumprod(1).sum(1)
-    last = p[every, accepted]
-    if depth:
-        at = accepted.clamp_max(depth - 1)
-        q = draft.q[every, at]
-        excess = last - q if draft.ids is None else last.index_add(1, draft.ids, -q)
-        excess = excess.clamp_min(0)
-        # Nothing left means p = q up to rounding, where the target itself is the answer.
-        rejected = (accepted < depths) & (excess.sum(-1) > 0)
-        last = torch.where(rejected[:, None], excess, last)
-    token = draw(last, emit[every, accepted])
-    return Verdict(accepted, token, probability)
+    return kept.to(torch.int64).cumprod(1).sum(1), torch.ones_like(accept[:, 0]), probability
+
+
+def _block_rule(
+    p: Distributions, draft: Draft, depths: Tensor, real: Tensor, accept: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `_token_rule`: the longest prefix whose own trial succeeds."""
+    depth = draft.tokens.shape[1]
+    p_token, q_token = (x.to(accept.dtype) for x in _of_drafted(p, draft))
+    # w after 0 to K tokens: how much more of the target than of the drafter is behind a prefix.
+    weights = [torch.ones_like(accept[:, 0])]
+    for i in range(depth):
+        grown = weights[-1] * p_token[:, i]
+        weights.append(torch.where(grown > 0, grown / torch.maximum(grown, q_token[:, i]), 0.0))
+    weight = torch.stack(weights, 1)
+    # What is left to be drawn after each prefix that another drafted token follows.
+    left = p[:, 1:depth].minus(draft.q[:, 1:], weight[:, 1:depth]).sum(-1)
+    before = weight[:, 1:depth]
+    # At full weight this is left / left; where that is 0 / 0, p = q comes next, and something
+    # later is kept for certain.
+    inner = torch.where(before < 1, left / (left + (1 - before)), 1.0)
+    trial = torch.cat([inner, weight[:, depth:]], 1)
+    # The last prefix of a shorter draft has nothing after it, whatever the padding says.
+    at_end = torch.arange(1, depth + 1, device=depths.device) == depths[:, None]
+    trial = torch.where(at_end, weight[:, 1:], trial) * real
+    succeeded = accept < trial
+    length = torch.arange(1, depth + 1, device=depths.device)
+    kept = (succeeded * length).amax(1)
+    # That a prefix of at least i tokens is kept: not all trials from i on fail.
+    fails = (1 - trial).flip(1).cumprod(1).flip(1)
+    at_least = torch.cat([torch.ones_like(fails[:, :1]), 1 - fails], 1)
+    probability = torch.where(at_least[:, :-1] > 0, at_least[:, 1:] / at_least[:, :-1], 0.0)
+    return kept, weight.gather(1, kept[:, None])[:, 0], probability.to(p_token.dtype)
+
+
+def _of_drafted(p: Distributions, draft: Draft) -> tuple[Tensor, Tensor]:
+    """What target and drafter gave each drafted token, [B, K] each."""
+    depth = draft.tokens.shape[1]
+    tokens = draft.tokens[..., None]
+    return p[:, :depth].at(tokens)[..., 0], draft.q.at(tokens)[..., 0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -92,6 +93,14 @@ def test_help_names_the_commands(run: Run) -> None:
         (["generate", "hi", "--temperature", "nan"], "temperature must be a finite number"),
         (["generate", "hi", "--top-p", "1.5"], "top_p must be between 0 and 1"),
         (["generate", "hi", "--seed", "-1"], "seed must be between"),
+        (["generate", "hi", "--typical-p", "0"], "typical_p must be above 0"),
+        (["generate", "hi", "--no-repeat-ngram", "-1"], "no_repeat_ngram must be 0 (off) or more"),
+        (["generate", "hi", "--min-tokens", "-1"], "min_tokens must be 0 (off) or more"),
+        (["generate", "hi", "--logprobs", "-1"], "--logprobs"),
+        (["generate", "hi", "--logprobs", "2"], "--logprobs needs --json"),
+        (["generate", "hi", "--json-schema", "nowhere.json"], "--json-schema"),
+        (["generate", "hi", "--json-schema", __file__], "the JSON schema is no JSON"),
+        (["generate", "hi", "--json-schema", __file__, "--regex", "a"], "not both"),
         (["generate", "hi", "--file", "nowhere.txt"], "--file"),
         (["generate", "\udcff"], "not UTF-8"),
         (["generate"], "the prompt is empty"),
@@ -185,6 +194,51 @@ def test_json(run: Run, tiny: list[object], model: Path, llm: LLM) -> None:
     assert set(answer["stats"]) == set(expected.stats.to_dict())
     assert answer["stats"]["cycles"] == expected.stats.cycles
     assert answer["stats"]["accepted_by_position"] == expected.stats.accepted_by_position
+
+
+def test_every_sampling_option_is_a_setting(run: Run, tiny: list[object]) -> None:
+    settings = {
+        "temperature": 0.9,
+        "top_p": 0.95,
+        "top_k": 50,
+        "min_p": 0.01,
+        "typical_p": 0.9,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.2,
+        "frequency_penalty": 0.1,
+        "no_repeat_ngram": 3,
+        "min_tokens": 5,
+        "seed": 7,
+    }
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+    answer = json.loads(run("generate", "hi", *tiny, "-n", "8", *options, "--json").out)
+    assert mtplx.SamplerConfig(**answer["sampling"]) == mtplx.SamplerConfig(**settings)
+
+
+def test_logprobs_come_with_json(run: Run, tiny: list[object], llm: LLM) -> None:
+    expected = llm.generate("hello", max_tokens=30, sampling=SAMPLING, logprobs=2)
+    assert expected.logprobs
+    answer = json.loads(run("generate", "hello", *tiny, *WARM, "--json", "--logprobs", "2").out)
+    assert [entry["token_id"] for entry in answer["logprobs"]] == expected.token_ids
+    for got, entry in zip(answer["logprobs"], expected.logprobs, strict=True):
+        assert got["logprob"] == pytest.approx(entry.logprob, abs=1e-4)
+        assert got["text"] == llm.tokenizer.decode([entry.token_id])
+        assert [(a["token_id"], a["logprob"]) for a in got["top"]] == [
+            (token, pytest.approx(logprob, abs=1e-4)) for token, logprob in entry.top
+        ]
+    assert "logprobs" not in json.loads(run("generate", "hello", *tiny, *WARM, "--json").out)
+
+
+def test_an_answer_may_have_to_be_of_a_kind(run: Run, tiny: list[object], tmp_path: Path) -> None:
+    _, out, _ = run("generate", "hi", *tiny, *WARM, "--regex", "[0-9]{3}")
+    assert re.fullmatch("[0-9]{3}\n", out)
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"enum": ["yes", "no"]}')
+    _, out, _ = run("generate", "hi", *tiny, *WARM, "--json-schema", schema)
+    assert json.loads(out) in ("yes", "no")
+    code, out, err = run("generate", "hi", *tiny, "--regex", "(")
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert "the regex cannot be used" in err
 
 
 def test_a_prompt_from_a_file_or_stdin_is_the_same(

@@ -29,8 +29,8 @@ def head(trunk):
     return tiny.attached(trunk)
 
 
-def request(prompt, sampling=GREEDY, seed=0, max_tokens=20, depth=3, stop_ids=()):
-    return Request(tuple(prompt), sampling, seed, max_tokens, depth, frozenset(stop_ids))
+def request(prompt, sampling=GREEDY, seed=0, max_tokens=20, depth=3, stop_ids=(), verifier="token"):
+    return Request(tuple(prompt), sampling, seed, max_tokens, depth, frozenset(stop_ids), verifier)
 
 
 @dataclasses.dataclass
@@ -217,7 +217,13 @@ def mixed_requests(trunk):
     texts = prompts(trunk, [5, 1, 12, 3, 8, 2], seed=1)
     return [
         request(
-            p, s, seed=1000 + i, max_tokens=6 + 5 * i, depth=[3, 0, 5, 1, 2, 4][i], stop_ids=[6]
+            p,
+            s,
+            seed=1000 + i,
+            max_tokens=6 + 5 * i,
+            depth=[3, 0, 5, 1, 2, 4][i],
+            stop_ids=[6],
+            verifier=["block", "coupled", "token"][i % 3],
         )
         for i, (p, s) in enumerate(zip(texts, settings, strict=True))
     ]
@@ -246,6 +252,26 @@ def test_equal_requests_with_other_seeds_differ_and_with_the_same_do_not(trunk, 
     )
     assert first.tokens == second.tokens
     assert first.tokens != other.tokens
+
+
+@pytest.mark.parametrize("sampling", [HOT, SamplerConfig(temperature=0.8, top_k=4, top_p=0.9)])
+def test_a_coupled_text_is_the_seeds_alone(trunk, head, sampling):
+    """Whatever drafts it, however deep, beside whom; with every rule but this it would not be."""
+    other = tiny.attached(trunk, 4, seed=9)
+
+    def text(head, depth, verifier, *neighbours):
+        one = request([1, 2, 3], sampling, 7, 60, depth, verifier=verifier)
+        return run(trunk, head, one, *neighbours)[0].tokens
+
+    expected = text(None, 0, "coupled")
+    assert len(expected) == 60
+    for depth in (1, 2, 3, 5):
+        assert text(head, depth, "coupled") == expected
+        assert text(other, depth, "coupled") == expected
+    assert text(head, 3, "coupled", *mixed_requests(trunk)) == expected
+    for verifier in ("token", "block"):
+        assert text(head, 3, verifier) != text(head, 0, verifier)
+    assert text(head, 0, "token") != expected
 
 
 def test_batches_may_take_turns_on_one_trunk(trunk, head):
@@ -334,8 +360,8 @@ def test_telemetry_is_the_sum_of_the_cycles(trunk, head, monkeypatch):
     cycles = []
     original = decoding.verify
 
-    def recorded(p, draft, depths, accept, emit):
-        verdict = original(p, draft, depths, accept, emit)
+    def recorded(p, draft, depths, noise):
+        verdict = original(p, draft, depths, noise)
         cycles.append((depths.tolist(), verdict.accepted.tolist(), verdict.probability.tolist()))
         return verdict
 
@@ -416,7 +442,7 @@ def test_depth_without_a_head_is_refused(trunk):
 
 
 def test_a_bias_outside_the_vocabulary_is_refused(trunk, head):
-    with pytest.raises(MtplxError, match="logit_bias names token 7; the model has 7 tokens"):
+    with pytest.raises(MtplxError, match="logit_bias names token 7, but there are 7 tokens"):
         Batch(trunk, head, [request([1], SamplerConfig(logit_bias={7: 1.0}))])
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +206,35 @@ def test_the_pieces_of_a_stream_are_the_result(llm: mtplx.LLM, depth: int) -> No
     assert len(pieces) == whole.stats.cycles
 
 
+def test_logprobs_are_the_same_drafted_or_not(llm: mtplx.LLM) -> None:
+    sampling = SamplerConfig(temperature=1.2, top_k=30, seed=3)
+
+    def run(depth: int, logprobs: int | None = 3) -> mtplx.Result:
+        return llm.generate("hi", max_tokens=25, depth=depth, sampling=sampling, logprobs=logprobs)
+
+    plain, deep = run(0), run(3)
+    assert run(0, None).logprobs is None
+    assert plain.logprobs and deep.logprobs
+    assert [entry.token_id for entry in plain.logprobs] == plain.token_ids == deep.token_ids
+    for one, other in zip(plain.logprobs, deep.logprobs, strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+        assert [t for t, _ in one.top] == [t for t, _ in other.top]
+        assert one.top[0][1] >= one.top[1][1] >= one.top[2][1] >= other.top[2][1] - 1e-4
+    pieces = list(llm.stream("hi", max_tokens=25, depth=3, sampling=sampling, logprobs=3))
+    assert [entry for piece in pieces for entry in piece.logprobs or []] == deep.logprobs
+    assert all(len(piece.logprobs or []) == len(piece.token_ids) for piece in pieces)
+
+
+def test_at_least_so_many_tokens_come(llm: mtplx.LLM) -> None:
+    likely = SamplerConfig(seed=1, logit_bias={END: 20.0}, min_tokens=9)
+    for depth in (0, 3):
+        result = llm.generate("hi", max_tokens=30, depth=depth, sampling=likely)
+        assert result.token_ids.index(END) == 9
+        never = replace(likely, suppress_stop=True)
+        endless = llm.generate("hi", max_tokens=30, depth=depth, sampling=never)
+        assert END not in endless.token_ids and len(endless.token_ids) == 30
+
+
 def test_a_batch_is_its_rows_with_seeds_counted_up(llm: mtplx.LLM) -> None:
     prompts = ["one", "a longer second prompt", "3"]
     batch = llm.generate(prompts, max_tokens=24, depth=2, sampling=SamplerConfig(seed=5))
@@ -223,7 +253,7 @@ def test_a_list_of_one_is_a_batch_and_none_is_none(llm: mtplx.LLM) -> None:
 
 def test_a_drawn_seed_is_told_and_gives_the_same_text(llm: mtplx.LLM) -> None:
     first = llm.generate("hi", max_tokens=20)
-    again = llm.generate("hi", max_tokens=20, sampling=first.sampling)
+    again = llm.generate("hi", max_tokens=20, sampling=first.sampling, verifier=first.verifier)
     assert first.sampling.seed is not None
     assert again.token_ids == first.token_ids
 
@@ -266,6 +296,11 @@ def test_the_end_of_the_context_is_a_length(tmp_path: Path) -> None:
         ({"depth": -1}, "depth must be an integer of 0 or more, got -1"),
         ({"depth": True}, "depth must be an integer of 0 or more, got True"),
         ({"sampling": SamplerConfig(logit_bias={999: 1.0})}, "logit_bias names token 999"),
+        ({"sampling": SamplerConfig(banned_tokens=[999])}, "banned_tokens names token 999"),
+        ({"sampling": SamplerConfig(forced_tokens=[1, 999])}, "forced_tokens names token 999"),
+        ({"logprobs": -1}, "logprobs must be an integer from 0 to 1000, or None"),
+        ({"logprobs": True}, "logprobs must be an integer from 0 to 1000, or None"),
+        ({"logprobs": 1001}, "logprobs must be an integer from 0 to 1000, or None"),
     ],
 )
 def test_wrong_arguments_are_named(

@@ -1,12 +1,15 @@
 """Noise: the published generator, and a pure function of where it is used."""
 
+import math
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from mtplx.randomness import Purpose, fresh_seed, philox4x32, uniforms
+from mtplx.randomness import Purpose, exponentials, fresh_seed, philox4x32, uniforms
 
 # Known answers of Random123 1.14 (kat_vectors, philox4x32 with 10 rounds).
 KNOWN_ANSWERS = [
@@ -23,33 +26,71 @@ purposes = st.sampled_from(list(Purpose))
 
 
 def words(text):
-    return np.array([int(word, 16) for word in text.split()], dtype=np.uint64)
+    return [int(word, 16) for word in text.split()]
 
 
+def as_arrays(row):
+    return [np.array(word, np.uint64) for word in words(row)]
+
+
+def as_tensors(row):
+    return [torch.tensor([word]) for word in words(row)]
+
+
+@pytest.mark.parametrize("kind", [as_arrays, as_tensors])
 @pytest.mark.parametrize(("counter", "key", "expected"), KNOWN_ANSWERS)
-def test_philox_gives_the_published_answers(counter, key, expected):
-    np.testing.assert_array_equal(philox4x32(words(counter), words(key)), words(expected))
+def test_philox_gives_the_published_answers(counter, key, expected, kind):
+    got = philox4x32(kind(counter), kind(key))
+    assert [int(word) for word in got] == words(expected)
 
 
 def test_philox_treats_every_row_alone():
     counters, keys, expected = (
-        np.stack([words(row[i]) for row in KNOWN_ANSWERS]) for i in range(3)
+        np.array([words(row[i]) for row in KNOWN_ANSWERS], np.uint64).T for i in range(3)
     )
     np.testing.assert_array_equal(philox4x32(counters, keys), expected)
     # One key for many counters, and one counter for many keys.
-    many = philox4x32(counters[:, None], keys[None, :])
-    assert many.shape == (3, 3, 4)
-    np.testing.assert_array_equal(many[[0, 1, 2], [0, 1, 2]], expected)
+    many = np.array(philox4x32(counters[:, :, None], keys[:, None, :]))
+    assert many.shape == (4, 3, 3)
+    np.testing.assert_array_equal(many[:, [0, 1, 2], [0, 1, 2]], expected)
 
 
 def test_a_uniform_is_53_bits_of_the_generator():
     seed, position = 0x299F31D0_A4093822, 0x85A308D3_243F6A88
-    first, second, *_ = philox4x32(
-        np.array([0x243F6A88, 0x85A308D3, int(Purpose.EMIT), 0], dtype=np.uint64),
+    for offset in (0, 3):
+        first, second, *_ = philox4x32(
+            np.array([0x243F6A88, 0x85A308D3, int(Purpose.EMIT), offset], dtype=np.uint64),
+            np.array([0xA4093822, 0x299F31D0], dtype=np.uint64),
+        )
+        bits = (int(first) >> 5 << 26) | int(second) >> 6
+        assert float(uniforms(seed, position, Purpose.EMIT, offset)) == bits / 2**53
+
+
+def test_an_exponential_is_53_bits_of_the_generator():
+    seed, position = torch.tensor([0xA4093822, 0x299F31D0]), torch.tensor(0x15A308D3_243F6A88)
+    got = exponentials(seed, position, torch.tensor([6, 7]), torch.float64)
+    words = philox4x32(
+        np.array([0x243F6A88, 0x15A308D3, int(Purpose.RACE), 3], dtype=np.uint64),
         np.array([0xA4093822, 0x299F31D0], dtype=np.uint64),
     )
-    bits = (int(first) >> 5 << 26) | int(second) >> 6
-    assert float(uniforms(seed, position, Purpose.EMIT)) == bits / 2**53
+    for i, (high, low) in enumerate((words[:2], words[2:])):
+        u = (((int(high) >> 5 << 26) | int(low) >> 6) + 0.5) / 2**53
+        assert float(got[i]) == pytest.approx(-math.log1p(-u), rel=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_exponentials_are_exponential_and_depend_on_their_own_arguments_only(dtype):
+    seeds = torch.stack([torch.arange(40), torch.zeros(40, dtype=torch.int64)], -1)
+    positions, tokens = torch.arange(40) * 7, torch.arange(500)
+    got = exponentials(seeds, positions, tokens, dtype)
+    assert got.dtype == dtype
+    assert (got > 0).all()
+    assert stats.kstest(got.flatten(), "expon").pvalue > 0.001
+    # Neighbours in token, position and seed share nothing.
+    assert abs(np.corrcoef(got[:, :-1].flatten(), got[:, 1:].flatten())[0, 1]) < 0.03
+    some = torch.tensor([[499, 3], [0, 17]])
+    alone = exponentials(seeds[[9, 2]], positions[[9, 2]], some, dtype)
+    assert alone.tolist() == got[[[9], [2]], some].tolist()
 
 
 @given(

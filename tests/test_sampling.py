@@ -22,8 +22,11 @@ from mtplx.sampling import (
     SamplerConfig,
     SpeculativeDecision,
     acceptance_probability,
+    block_acceptance,
+    block_residual_distribution,
     check_logits,
     distribution_from_logits,
+    exponential_race,
     residual_distribution,
     sample_from_distribution,
     speculative_output_marginal,
@@ -73,6 +76,10 @@ def test_a_config_is_immutable_hashable_and_copies():
     assert 1 not in config.bias
     with pytest.raises(ValueError, match="top_p"):
         dataclasses.replace(config, top_p=2)
+    lists = SamplerConfig(banned_tokens=[7, np.int64(3), 7], forced_tokens=[5, 2, 5])
+    assert (lists.banned_tokens, lists.forced_tokens) == ((3, 7), (5, 2, 5))
+    assert hash(lists) == hash(SamplerConfig(banned_tokens=(7, 3), forced_tokens=(5, 2, 5)))
+    assert SamplerConfig(no_repeat_ngram=None, min_tokens=None) == SamplerConfig()
 
 
 @pytest.mark.parametrize(
@@ -99,6 +106,23 @@ def test_a_config_is_immutable_hashable_and_copies():
         {"repetition_penalty": math.nan},
         {"presence_penalty": math.inf},
         {"frequency_penalty": math.nan},
+        {"typical_p": 0},
+        {"typical_p": 1.01},
+        {"typical_p": math.nan},
+        {"no_repeat_ngram": -1},
+        {"no_repeat_ngram": 2.0},
+        {"min_tokens": -1},
+        {"min_tokens": True},
+        {"suppress_stop": 1},
+        {"suppress_stop": None},
+        {"banned_tokens": [-1]},
+        {"banned_tokens": [1.0]},
+        {"banned_tokens": [True]},
+        {"banned_tokens": 5},
+        {"banned_tokens": "5"},
+        {"banned_tokens": None},
+        {"forced_tokens": [3, -1]},
+        {"forced_tokens": {5: 1.0}},
         {"seed": -1},
         {"seed": 2**64},
         {"seed": 1.0},
@@ -134,6 +158,13 @@ def test_the_edges_of_every_range_are_allowed():
         {"temperature": 0},
         {"top_k": np.int64(3)},
         {"presence_penalty": -2},
+        {"typical_p": 1},
+        {"typical_p": 1e-9},
+        {"no_repeat_ngram": 1},
+        {"min_tokens": np.int64(3)},
+        {"suppress_stop": True},
+        {"banned_tokens": ()},
+        {"forced_tokens": (0, 0)},
     ):
         ((name, value),) = setting.items()
         assert getattr(SamplerConfig(**setting), name) == value
@@ -148,10 +179,19 @@ class Generate(GenerationMixin):
     config = types.SimpleNamespace(is_encoder_decoder=False)
 
 
-def transformers_law(logits, config, prompt_ids=(), output_ids=(), dtype=torch.float64):
+def transformers_law(
+    logits, config, prompt_ids=(), output_ids=(), stop_ids=(), dtype=torch.float64
+):
     """What generate() makes of `logits` [B, V], from the processors it builds, in its order."""
     sampled = config.temperature > 0
-    keywords = {"do_sample": sampled, "repetition_penalty": config.repetition_penalty}
+    never = [*config.banned_tokens, *(stop_ids if config.suppress_stop else ())]
+    keywords = {
+        "do_sample": sampled,
+        "repetition_penalty": config.repetition_penalty,
+        "no_repeat_ngram_size": config.no_repeat_ngram,
+        "min_new_tokens": config.min_tokens,
+        "suppress_tokens": never or None,
+    }
     if config.logit_bias:
         keywords["sequence_bias"] = {(token,): bias for token, bias in config.logit_bias}
     if sampled:
@@ -160,10 +200,12 @@ def transformers_law(logits, config, prompt_ids=(), output_ids=(), dtype=torch.f
             "top_k": config.top_k,
             "top_p": config.top_p,
             "min_p": config.min_p,
+            "typical_p": config.typical_p,
         }
-    processors = Generate()._get_logits_processor(
-        GenerationConfig(**keywords), input_ids_seq_length=len(prompt_ids)
-    )
+    generation = GenerationConfig(**keywords)
+    if stop_ids:
+        generation._eos_token_tensor = torch.tensor(stop_ids)
+    processors = Generate()._get_logits_processor(generation, input_ids_seq_length=len(prompt_ids))
     scores = torch.tensor(np.atleast_2d(logits), dtype=dtype)
     ids = torch.tensor([*prompt_ids, *output_ids], dtype=torch.long).expand(len(scores), -1)
     scores = processors(ids, scores)
@@ -189,6 +231,7 @@ def random_config(rng):
         top_k=maybe(int(rng.integers(1, 80)), 0),
         top_p=maybe(float(rng.random()), 1.0),
         min_p=maybe(float(rng.random() ** 3), 0.0),
+        typical_p=maybe(float(rng.uniform(0.05, 0.99)), 1.0),
         repetition_penalty=maybe(float(rng.uniform(0.5, 2)), 1.0),
         # transformers keeps biases in float32
         logit_bias=maybe(
@@ -284,6 +327,115 @@ def test_low_temperatures_tend_to_greedy_without_overflow():
     np.testing.assert_array_equal(law, [0.5, 0.5])
 
 
+@pytest.mark.parametrize("typical_p", [1e-9, 0.2, 0.5, 0.9, 1 - 1e-12])
+def test_typical_p_edges_equal_transformers(typical_p):
+    config = SamplerConfig(typical_p=typical_p)
+    for logits in (
+        np.zeros(8),
+        np.log([0.4, 0.12, 0.12, 0.31, 0.05]),
+        np.array([0.0, -np.inf, 5.0, 5.0, -np.inf]),
+        np.array([0.0, -np.inf]),
+        np.array([3.0]),
+        np.array([0.0, -800.0]),
+    ):
+        assert_same_law(logits, config)
+
+
+def test_the_likeliest_token_may_be_untypical():
+    """The entropy is 1.57 bits: 2.32, the information of 0.2, is nearer to it than 0.74."""
+    logits = np.log([0.6, 0.2, 0.1, 0.1])
+    law = distribution_from_logits(logits, SamplerConfig(typical_p=0.1))
+    np.testing.assert_array_equal(law, [0, 1, 0, 0])
+    law = distribution_from_logits(logits, SamplerConfig(typical_p=0.3))
+    np.testing.assert_allclose(law, [0.75, 0.25, 0, 0], rtol=1e-12)
+
+
+def test_forbidding_settings_equal_transformers():
+    rng = np.random.default_rng(5)
+    seen = {"banned": 0, "early": 0, "late": 0, "repeated": 0}
+    for _ in range(300):
+        logits = rng.normal(size=(2, 20)) * 3
+        prompt = rng.integers(0, 4, size=rng.integers(1, 9)).tolist()
+        output = rng.integers(0, 4, size=rng.integers(0, 9)).tolist()
+        config = dataclasses.replace(
+            random_config(rng),
+            no_repeat_ngram=int(rng.integers(0, 5)),
+            min_tokens=int(rng.integers(0, 10)),
+            suppress_stop=bool(rng.random() < 0.3),
+            banned_tokens=rng.integers(10, 15, size=rng.integers(0, 3)).tolist(),
+        )
+        stops = [15, 18]
+        assert_same_law(logits, config, prompt_ids=prompt, output_ids=output, stop_ids=stops)
+        law = distribution_from_logits(
+            logits, config, prompt_ids=prompt, output_ids=output, stop_ids=stops
+        )
+        free = distribution_from_logits(logits, dataclasses.replace(config, no_repeat_ngram=0))
+        seen["banned"] += bool(config.banned_tokens)
+        seen["early"] += len(output) < config.min_tokens
+        seen["late"] += law[:, stops].sum() > 0
+        seen["repeated"] += bool((free[:, :4][law[:, :4] == 0] > 0).any())
+    assert min(seen.values()) > 20, seen
+
+
+@pytest.mark.parametrize(
+    ("size", "prompt", "output", "banned"),
+    [
+        (1, [3, 1], [1, 4], {1, 3, 4}),
+        (2, [3, 1], [2, 3], {1}),
+        (2, [3, 1, 3], [2, 3], {1, 2}),
+        (2, [3], [], set()),
+        (3, [1, 2, 4, 1], [2], {4}),  # begun in the prompt, ended in the output
+        (3, [1, 2, 4, 1], [1], set()),
+        (3, [5, 5], [5], {5}),
+        (9, [5, 5], [5], set()),
+    ],
+)
+def test_no_sequence_comes_twice(size, prompt, output, banned):
+    config = SamplerConfig(no_repeat_ngram=size)
+    law = distribution_from_logits(np.zeros(7), config, prompt_ids=prompt, output_ids=output)
+    assert set(np.flatnonzero(law == 0)) == banned
+
+
+def test_stops_wait_for_so_many_tokens_and_may_never_come():
+    stops = [2, 4, 99]
+
+    def law(emitted, **settings):
+        config = SamplerConfig(**settings)
+        return distribution_from_logits(
+            np.zeros(5), config, output_ids=[0] * emitted, stop_ids=stops
+        )
+
+    for emitted in range(5):
+        ended = emitted >= 3
+        np.testing.assert_array_equal(law(emitted, min_tokens=3)[[2, 4]] > 0, ended)
+        assert not law(emitted, suppress_stop=True)[[2, 4]].any()
+    assert law(0, suppress_stop=True)[[0, 1, 3]].all()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_an_output_begins_with_what_is_forced(temperature):
+    config = SamplerConfig(
+        temperature, forced_tokens=[3, 0], banned_tokens=[3], logit_bias={0: -math.inf}, top_k=1
+    )
+    logits = np.array([[1.0, 2.0, 3.0, -math.inf], [0.0, 0.0, 9.0, 0.0]])
+    for position, token in enumerate([3, 0]):
+        got = distribution_from_logits(logits, config, output_ids=[3, 0][:position])
+        np.testing.assert_array_equal(got, np.eye(4)[[token, token]])
+    after = distribution_from_logits(logits, config, output_ids=[3, 0])
+    np.testing.assert_array_equal(after, np.eye(4)[[2, 2]])
+
+
+def test_a_grammar_lets_come_what_it_allows():
+    allowed = np.array([True, False, True, True])
+    logits = np.array([0.0, 9.0, 1.0, 2.0])
+    got = distribution_from_logits(logits, SamplerConfig(top_k=2), allowed=allowed)
+    np.testing.assert_allclose(
+        got,
+        distribution_from_logits(logits[[0, 2, 3]], SamplerConfig(top_k=2)) @ np.eye(4)[[0, 2, 3]],
+    )
+    np.testing.assert_array_equal(got > 0, [False, False, True, True])
+
+
 def test_leading_axes_are_rows():
     rng = np.random.default_rng(3)
     logits = rng.normal(size=(2, 3, 20))
@@ -354,7 +506,18 @@ def test_bad_logits_are_named_by_position(logits, message, temperature):
 @pytest.mark.parametrize(
     ("setting", "history", "message"),
     [
-        ({"logit_bias": {3: 1.0}}, {}, "token 3, but there are 3 tokens"),
+        ({"logit_bias": {3: 1.0}}, {}, "logit_bias names token 3, but there are 3 tokens"),
+        ({"banned_tokens": [4]}, {}, "banned_tokens names token 4, but there are 3 tokens"),
+        ({"forced_tokens": [0, 3]}, {}, "forced_tokens names token 3, but there are 3 tokens"),
+        ({"banned_tokens": [0, 1, 2]}, {}, "logits after banned_tokens are -inf at every token"),
+        (
+            {"no_repeat_ngram": 1, "banned_tokens": [2]},
+            {"prompt_ids": [0], "output_ids": [1]},
+            "logits after banned_tokens are -inf",
+        ),
+        ({"min_tokens": 1, "top_k": 1}, {"stop_ids": [0, 1, 2]}, "after min_tokens are -inf"),
+        ({"suppress_stop": True}, {"stop_ids": [0, 1, 2]}, "after suppress_stop are -inf"),
+        ({}, {"allowed": np.zeros(3, dtype=bool)}, "after the grammar are -inf"),
         (
             {"logit_bias": dict.fromkeys(range(3), -math.inf)},
             {},
@@ -616,3 +779,112 @@ def test_vocabularies_must_match_and_hold_the_token():
     for token in (-1, 2):
         with pytest.raises(ValueError, match=f"token {token} is outside the vocabulary of 2"):
             verify_one_token([0.5, 0.5], [0.5, 0.5], token)
+
+
+# --- A whole draft at once ------------------------------------------------------------------------
+
+
+def test_block_acceptance_by_hand():
+    p = [[0.5, 0.3, 0.2], [0.1, 0.6, 0.3], [0.2, 0.2, 0.6], [1.0, 0.0, 0.0]]
+    q = [[0.8, 0.1, 0.1], [0.2, 0.2, 0.6], [0.5, 0.4, 0.1]]
+    weights, chances = block_acceptance(p, q, [0, 1, 2])
+    # 5/8; 5/8 * 3 is past 1; 6 more. Behind the first, 5/8 * 0.6 - 0.2 is left at token 1 alone.
+    np.testing.assert_allclose(weights, [1, 0.625, 1, 1], rtol=1e-15)
+    np.testing.assert_allclose(chances, [0.175 / (0.175 + 0.375), 1, 1], rtol=1e-14)
+    assert weights.dtype == chances.dtype == np.float64
+    # Cut short, the draft is a draft of its own, whose last chance is its weight.
+    weights, chances = block_acceptance(p[:2], q[:1], np.array([0]))
+    np.testing.assert_allclose(weights, [1, 0.625])
+    np.testing.assert_allclose(chances, [0.625])
+    weights, chances = block_acceptance(p[:1], [], [])
+    assert weights.tolist() == [1] and chances.shape == (0,)
+
+
+def test_block_acceptance_where_masses_are_0():
+    row, none, sure = [0.5, 0.5, 0.0], [0.0, 0.5, 0.5], [1.0, 0.0, 0.0]
+    # A token the target forbids ends it, whatever comes behind.
+    weights, chances = block_acceptance([row, row, row], [none, row], [2, 0])
+    assert weights.tolist() == [1, 0, 0] and chances.tolist() == [0, 0]
+    # A token that q says it cannot have drawn is kept where p has it ...
+    weights, chances = block_acceptance([row, row], [none], [0])
+    assert weights.tolist() == [1, 1] and chances.tolist() == [1]
+    # ... but not in neither, nor where nothing of the weight is left.
+    assert block_acceptance([sure, row], [none], [1])[0].tolist() == [1, 0]
+    assert block_acceptance([row, row, row], [none, none], [2, 0])[0].tolist() == [1, 0, 0]
+    # Equal rows leave nothing for a correction: 0 / 0, and nothing is ever rejected.
+    weights, chances = block_acceptance([row] * 4, [row] * 3, [0, 1, 0])
+    assert weights.tolist() == [1] * 4 and chances.tolist() == [1] * 3
+
+
+def test_block_acceptance_survives_tiny_masses():
+    p, q = [1e-300, 1.0], [1.0, 1e-300]
+    weights, chances = block_acceptance([p, p, p], [q, q], [0, 1])
+    np.testing.assert_array_equal(weights, [1, 1e-300, 1])
+    # Of the first weight q leaves nothing: 1e-300 * 1 - 1e-300.
+    np.testing.assert_array_equal(chances, [0, 1])
+
+
+def test_block_acceptance_is_exact_in_fractions():
+    half, skew = [Fraction(1, 2)] * 2, [Fraction(1, 4), Fraction(3, 4)]
+    weights, chances = block_acceptance([half] * 3, [skew] * 2, [1, 1])
+    assert weights.tolist() == [1, Fraction(2, 3), Fraction(4, 9)]
+    assert chances.tolist() == [Fraction(1, 5), Fraction(4, 9)]
+    residual = block_residual_distribution(half, skew, Fraction(2, 3))
+    assert residual.tolist() == [1, 0]
+    assert all(isinstance(mass, Fraction) for mass in [*weights[1:], *chances, *residual])
+
+
+def test_the_weighted_residual():
+    p, q = np.array([0.5, 0.3, 0.2]), np.array([0.25, 0.1, 0.65])
+    np.testing.assert_array_equal(block_residual_distribution(p, q, 1), residual_distribution(p, q))
+    np.testing.assert_allclose(
+        block_residual_distribution(p, q, 0.6), [0.05 / 0.13, 0.08 / 0.13, 0]
+    )
+    for weight in (0, 0.2):  # nothing is left
+        np.testing.assert_array_equal(block_residual_distribution(p, q, weight), p)
+    for weight in (-0.1, 1.1, math.nan):
+        with pytest.raises(ValueError, match=f"weight must be between 0 and 1, got {weight}"):
+            block_residual_distribution(p, q, weight)
+
+
+def test_a_bad_draft_is_refused():
+    row = [0.5, 0.5]
+    with pytest.raises(ValueError, match=r"a draft of 2 tokens needs .* got 1 and 2"):
+        block_acceptance([row, row], [row], [0, 0])
+    with pytest.raises(ValueError, match="token 2 is outside the vocabulary of 2"):
+        block_acceptance([row, row], [row], [2])
+    with pytest.raises(ValueError, match=r"target_p sums to 0\.5"):
+        block_acceptance([[0.5], row], [row], [0])
+    with pytest.raises(ValueError, match="target_p has 2 tokens and draft_q 1"):
+        block_acceptance([row, row], [[1.0]], [0])
+
+
+# --- The race -------------------------------------------------------------------------------------
+
+
+def test_the_first_to_arrive_wins():
+    assert exponential_race([0.5, 0.3, 0.2], [1.0, 0.5, 0.5]) == 1
+    assert exponential_race([0.5, 0.25, 0.25], [1.0, 0.5, 0.5]) == 0  # a tie
+    assert exponential_race([0.25, 0.25, 0.5], [0.0, 0.0, 0.0]) == 0
+    fractions = [Fraction(1, 3), Fraction(2, 3)]
+    assert exponential_race(fractions, [Fraction(1, 2), Fraction(1)]) == 0
+    assert exponential_race(fractions, [Fraction(1, 2), Fraction(999, 1000)]) == 1
+    assert type(exponential_race(np.array([1.0]), np.array([1.0]))) is int
+
+
+def test_a_token_of_probability_0_never_arrives():
+    assert exponential_race([0.0, 1.0, 0.0], [0.0, 50.0, 0.0]) == 1
+    with np.errstate(all="raise"):
+        assert exponential_race([0.0, 5e-324, 1.0], [1.0, 30.0, 40.0]) == 2
+
+
+def test_what_is_no_race_is_refused():
+    with pytest.raises(ValueError, match=r"probabilities sums to 1\.1"):
+        exponential_race([0.5, 0.6], [1.0, 1.0])
+    for times, shape in (([1.0], [1]), ([[1.0, 1.0]], [1, 2]), (1.0, [])):
+        with pytest.raises(ValueError, match=r"exponentials must have shape \[2\]") as caught:
+            exponential_race([0.5, 0.5], times)
+        assert str(caught.value).endswith(f"got {shape}")
+    for wrong in (-1.0, math.nan):
+        with pytest.raises(ValueError, match=f"exponentials has {wrong} at token 1"):
+            exponential_race([0.5, 0.5], [1.0, wrong])

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from mtplx import shaping
 from mtplx.errors import MtplxError
+from mtplx.history import History
 from mtplx.sampling import SamplerConfig, distribution_from_logits
-from mtplx.shaping import TOP_P_CANDIDATES, History, Shaper
+from mtplx.shaping import TOP_P_CANDIDATES, Distributions, Shaper
 
 CPU = torch.device("cpu")
 
@@ -32,6 +33,17 @@ SETTINGS = {
     "greedy with filters": SamplerConfig(temperature=0, top_k=3, top_p=0.5, min_p=0.5),
     "bias": SamplerConfig(logit_bias={0: 2.5, 3: -np.inf, 5: -1.0}, top_p=0.9),
     "repetition": SamplerConfig(repetition_penalty=1.3),
+    "typical": SamplerConfig(typical_p=0.6),
+    "typical of few": SamplerConfig(temperature=1.3, top_k=9, min_p=0.02, typical_p=0.4),
+    "typical of the nucleus": SamplerConfig(top_p=0.9, typical_p=0.8),
+    "no repeated token": SamplerConfig(no_repeat_ngram=1, temperature=1.1),
+    "no repeated pair": SamplerConfig(no_repeat_ngram=2),
+    "no repeated triple": SamplerConfig(no_repeat_ngram=3, top_p=0.8),
+    "stop late": SamplerConfig(min_tokens=4, top_k=7),
+    "stop never": SamplerConfig(suppress_stop=True),
+    "banned": SamplerConfig(banned_tokens=[0, 2], repetition_penalty=1.2),
+    "forced": SamplerConfig(forced_tokens=[5, 1, 4], min_tokens=5, no_repeat_ngram=2),
+    "forced and greedy": SamplerConfig(temperature=0, forced_tokens=[4]),
     "presence": SamplerConfig(presence_penalty=0.7, top_k=8),
     "frequency": SamplerConfig(frequency_penalty=-0.4),
     "everything": SamplerConfig(
@@ -43,6 +55,11 @@ SETTINGS = {
         presence_penalty=0.5,
         frequency_penalty=0.3,
         logit_bias={1: 1.5, 2: -np.inf},
+        typical_p=0.95,
+        no_repeat_ngram=2,
+        min_tokens=3,
+        banned_tokens=[3],
+        forced_tokens=[0],
     ),
     "greedy with penalties": SamplerConfig(
         temperature=0, repetition_penalty=2.0, frequency_penalty=1.0, logit_bias={4: 3.0}
@@ -51,24 +68,44 @@ SETTINGS = {
 every_setting = pytest.mark.parametrize("config", SETTINGS.values(), ids=SETTINGS.keys())
 
 
-def history_of(prompts, outputs, vocab):
-    history = History.of(prompts, vocab, CPU)
+STOPS = [1, 4]
+
+
+def history_of(shaper, prompts, outputs):
+    history = shaper.begin(prompts)
     history.emit(outputs)
     return history
 
 
-def shape(logits, configs, prompts=None, outputs=None, ids=None, vocab=None):
+def shaped(logits, configs, prompts, outputs, ids=None, vocab=None):
     vocab = vocab or logits.shape[-1]
-    shaper = Shaper(configs, vocab, CPU)
-    history = None
-    if shaper.uses_history:
-        history = history_of(prompts or [()] * len(configs), outputs or [()] * len(configs), vocab)
-    return shaper(torch.as_tensor(logits, dtype=torch.float32), history, ids).numpy()
+    shaper = Shaper(configs, vocab, CPU, [STOPS] * len(configs))
+    history = history_of(shaper, prompts, outputs) if shaper.uses_history else None
+    return shaper(torch.as_tensor(logits, dtype=torch.float32), history, ids)
+
+
+def shape(logits, configs):
+    nothing = [()] * len(configs)
+    return shaped(logits, configs, nothing, nothing).dense(logits.shape[-1]).numpy()
 
 
 def law(row, config, prompt=(), output=()):
     row = np.asarray(row, dtype=np.float32)
-    return distribution_from_logits(row, config, prompt_ids=prompt, output_ids=output)
+    return distribution_from_logits(
+        row, config, prompt_ids=prompt, output_ids=output, stop_ids=STOPS
+    )
+
+
+def assert_follows(p, row, *arguments):
+    """One row of distributions, [C], is what the law makes of logits; void where it refuses."""
+    try:
+        expected = law(row, *arguments)
+    except ValueError as error:
+        assert "are -inf at every token" in str(error)
+        assert bool(p.void)
+        return
+    assert not p.void
+    assert_same(p.dense(len(row)).numpy(), expected)
 
 
 def assert_same(got, expected):
@@ -88,28 +125,30 @@ def test_a_row_follows_the_law(config, vocab):
         logits[3, rng.integers(vocab, size=vocab // 2)] = -np.inf
         prompts = rng.integers(vocab, size=(8, 4)).tolist()
         outputs = [rng.integers(vocab, size=n).tolist() for n in range(8)]
-        got = shape(logits, [config] * 8, prompts, outputs)
+        got = shaped(logits, [config] * 8, prompts, outputs)
         for b in range(8):
-            assert_same(got[b], law(logits[b], config, prompts[b], outputs[b]))
+            assert_follows(got[b], logits[b], config, prompts[b], outputs[b])
 
 
 def test_rows_have_settings_of_their_own():
     rng = np.random.default_rng(0)
     configs = [config for config in SETTINGS.values() for _ in range(2)]
-    rng.shuffle(configs)
+    order = rng.permutation(len(configs))
+    configs = [configs[i] for i in order]
     logits = rng.normal(size=(len(configs), 40)) * 3
     prompts = rng.integers(40, size=(len(configs), 5)).tolist()
-    outputs = rng.integers(40, size=(len(configs), 5)).tolist()
-    got = shape(logits, configs, prompts, outputs)
+    outputs = [rng.integers(40, size=b % 6).tolist() for b in range(len(configs))]
+    got = shaped(logits, configs, prompts, outputs)
     for b, config in enumerate(configs):
-        assert_same(got[b], law(logits[b], config, prompts[b], outputs[b]))
+        assert_follows(got[b], logits[b], config, prompts[b], outputs[b])
     # And keep them when others leave.
-    rows = [5, 2, 31, 8]
-    shaper = Shaper(configs, 40, CPU).keep_rows(rows)
-    history = history_of(prompts, outputs, 40)
-    history.keep_rows(torch.tensor(rows))
-    kept = shaper(torch.tensor(logits[rows], dtype=torch.float32), history)
-    np.testing.assert_array_equal(kept.numpy(), got[rows])
+    everything = Shaper(configs, 40, CPU, [STOPS] * len(configs))
+    for rows in np.array_split(rng.permutation(len(configs)), 7):
+        history = history_of(everything, prompts, outputs)
+        history.keep_rows(torch.tensor(rows))
+        kept = everything.keep_rows(rows)(torch.tensor(logits[rows]), history)
+        for row, b in enumerate(rows):
+            assert_follows(kept[row], logits[b], configs[b], prompts[b], outputs[b])
 
 
 @st.composite
@@ -244,22 +283,16 @@ def test_how_many_candidates_there_are_changes_nothing(candidates, rows, setting
 
 
 @every_setting
-def test_some_columns_are_shaped_as_a_vocabulary_of_their_own(config):
+def test_some_columns_are_shaped_as_if_the_others_were_impossible(config):
     rng = np.random.default_rng(4)
     ids = np.array([0, 1, 4, 5, 9, 17, 30, 31])
-    logits = rng.normal(size=(5, 8)) * 3
+    logits = np.full((5, 32), -np.inf)
+    logits[:, ids] = rng.normal(size=(5, 8)) * 3
     prompts = rng.integers(32, size=(5, 9)).tolist()
-    outputs = rng.integers(32, size=(5, 9)).tolist()
-    got = shape(logits, [config] * 5, prompts, outputs, torch.tensor(ids), vocab=32)
-    column = {int(token): i for i, token in enumerate(ids)}
-
-    def reduced(tokens):
-        return [column[t] for t in tokens if t in column]
-
-    bias = {column[t]: b for t, b in config.logit_bias if t in column}
-    small = dataclasses.replace(config, logit_bias=bias)
+    outputs = [rng.integers(32, size=2 * n).tolist() for n in range(5)]
+    got = shaped(logits[:, ids], [config] * 5, prompts, outputs, torch.tensor(ids), vocab=32)
     for b in range(5):
-        assert_same(got[b], law(logits[b], small, reduced(prompts[b]), reduced(outputs[b])))
+        assert_follows(got[b], logits[b], config, prompts[b], outputs[b])
 
 
 def test_a_draft_may_come_from_where_the_bias_allows_nothing():
@@ -267,36 +300,89 @@ def test_a_draft_may_come_from_where_the_bias_allows_nothing():
     forbidden = SamplerConfig(logit_bias={0: -np.inf, 2: -np.inf}, top_p=0.9)
     logits = np.array([[1.0, 2.0], [1.0, 2.0]])
     ids = torch.tensor([0, 2])
-    got = shape(logits, [forbidden, SamplerConfig()], ids=ids, vocab=4)
-    assert_same(got[0], law(logits[0], SamplerConfig(top_p=0.9)))
-    assert_same(got[1], law(logits[1], SamplerConfig()))
-    with pytest.raises(MtplxError, match="row 0 has nothing but -inf"):
-        shape(np.array([[1.0, -np.inf, 2.0]]), [forbidden])
+    got = shaped(logits, [forbidden, SamplerConfig()], [()] * 2, [()] * 2, ids, vocab=4)
+    dense = got.dense(4)[:, ids].numpy()
+    assert_same(dense[0], law(logits[0], SamplerConfig(top_p=0.9)))
+    assert_same(dense[1], law(logits[1], SamplerConfig()))
+    for setting in ({"forced_tokens": [1]}, {"banned_tokens": [0, 2]}):
+        elsewhere = SamplerConfig(**setting)
+        p = shaped(logits, [elsewhere, SamplerConfig()], [()] * 2, [()] * 2, ids, vocab=4)
+        assert p.void.tolist() == [True, False]
+        assert_same(p.dense(4)[0, ids].numpy(), law(logits[0], SamplerConfig()))
+    # What forbids the whole vocabulary is told, for whoever wants to emit there.
+    logits = torch.tensor([[1.0, -torch.inf, 2.0], [1.0, -torch.inf, 2.0]])
+    p = Shaper([forbidden, SamplerConfig()], 3, CPU)(logits, None)
+    assert p.void.tolist() == [True, False]
+    assert p[1:].void.tolist() == [False] and p.view(1, 2).void.tolist() == [[True, False]]
+    assert_same(p[0].dense(3).numpy(), law(logits[0], SamplerConfig(top_p=0.9)))
+    assert Shaper([SamplerConfig()] * 2, 3, CPU)(logits, None).void is None
 
 
 # --- Histories ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["repetition", "presence", "frequency", "everything"])
-def test_penalties_grow_along_a_draft(name):
+LOOKING_BACK = [name for name, config in SETTINGS.items() if Shaper([config], 50, CPU).uses_history]
+
+
+@pytest.mark.parametrize("name", LOOKING_BACK)
+def test_what_looks_back_sees_the_draft(name):
     config, rng = SETTINGS[name], np.random.default_rng(5)
     batch, depth, vocab = 3, 4, 9
     logits = rng.normal(size=(batch, depth + 1, vocab)) * 2
     prompts = [[1, 2, 2], [0], [8, 8, 8, 3]]
     outputs = [[], [4, 4, 1], [2]]
     draft = rng.integers(4, size=(batch, depth))  # few tokens: they repeat
-    history = history_of(prompts, outputs, vocab).after(torch.tensor(draft))
-    shaper = Shaper([config] * batch, vocab, CPU)
-    got = shaper(torch.tensor(logits, dtype=torch.float32).flatten(0, 1), history).numpy()
-    for b in range(batch):
-        for i in range(depth + 1):
+    shaper = Shaper([config] * batch, vocab, CPU, [STOPS] * batch)
+    history = history_of(shaper, prompts, outputs)
+    flat = torch.tensor(logits, dtype=torch.float32).flatten(0, 1)
+    along = shaper(flat, history.after(torch.tensor(draft)))
+    for i in range(depth + 1):
+        behind = history.after_tokens(torch.tensor(draft[:, :i]))
+        here = shaper(torch.tensor(logits[:, i]), behind)
+        for b in range(batch):
             grown = [*outputs[b], *draft[b, :i].tolist()]
-            expected = law(logits[b, i], config, prompts[b], grown)
-            assert_same(got[b * (depth + 1) + i], expected)
+            for p in (along[b * (depth + 1) + i], here[b]):
+                assert_follows(p, logits[b, i], config, prompts[b], grown)
+
+
+def test_a_long_text_is_looked_through_as_it_grows():
+    rng = np.random.default_rng(6)
+    configs = [SamplerConfig(no_repeat_ngram=n) for n in (1, 2, 3, 4)]
+    shaper = Shaper(configs, 30, CPU)
+    prompts = [rng.integers(4, size=n).tolist() for n in (1, 2, 9, 5)]
+    history, outputs = shaper.begin(prompts), [[] for _ in configs]
+    for _ in range(12):
+        new = [rng.integers(4, size=rng.integers(0, 5)).tolist() for _ in configs]
+        history.emit(new)
+        for output, tokens in zip(outputs, new, strict=True):
+            output += tokens
+        p = shaper(torch.zeros(4, 30), history)
+        for b, config in enumerate(configs):
+            assert_follows(p[b], np.zeros(30), config, prompts[b], outputs[b])
+
+
+def test_a_grammar_lets_come_what_it_allows():
+    logits = np.random.default_rng(7).normal(size=(2, 6))
+    allowed = torch.tensor([[True, False, True, True, False, False], [True] * 6])
+    configs = [SamplerConfig(top_k=2, banned_tokens=[0]), SamplerConfig()]
+    shaper = Shaper(configs, 6, CPU)
+    history = dataclasses.replace(shaper.begin([()] * 2), allowed=allowed)
+    p = shaper(torch.tensor(logits), history)
+    for b in range(2):
+        row = np.float32(logits[b])
+        expected = distribution_from_logits(row, configs[b], allowed=allowed[b].numpy())
+        assert_same(p[b].dense(6).numpy(), expected)
+    history.allowed = torch.tensor([[True, *[False] * 5], [False] * 6])
+    assert shaper(torch.tensor(logits), history).void.tolist() == [True, True]
+    # A reduced vocabulary sees its own columns.
+    history.allowed = allowed
+    some = shaper(torch.tensor(logits[:, [1, 3]]), history, torch.tensor([1, 3]))
+    assert some.dense(6)[0].tolist() == [0, 0, 0, 1, 0, 0] and some.void.tolist() == [False] * 2
 
 
 def test_history_counts_what_is_emitted():
-    history = history_of([[1, 1], [0, 3]], [[2, 2, 0], []], 4)
+    history = History.of([[1, 1], [0, 3]], 4, CPU)
+    history.emit([[2, 2, 0], []])
     history.emit([[2], [3, 3]])
     assert history.prompt.tolist() == [[False, True, False, False], [True, False, False, True]]
     assert history.output.tolist() == [[1, 0, 3, 0], [0, 0, 0, 2]]
@@ -366,15 +452,31 @@ def test_a_bad_row_is_found_in_its_request_and_position():
         Shaper([SamplerConfig()] * 2, 4, CPU)(logits, None)
 
 
-def test_a_bias_outside_the_vocabulary_is_named():
-    with pytest.raises(MtplxError, match=r"logit_bias names token 5; the model has 5 tokens"):
-        Shaper([SamplerConfig(), SamplerConfig(logit_bias={5: 1.0})], 5, CPU)
+@pytest.mark.parametrize(
+    "setting", [{"logit_bias": {5: 1.0}}, {"banned_tokens": [5]}, {"forced_tokens": [1, 5]}]
+)
+def test_a_token_outside_the_vocabulary_is_named(setting):
+    (name,) = setting
+    with pytest.raises(MtplxError, match=f"{name} names token 5, but there are 5 tokens"):
+        Shaper([SamplerConfig(), SamplerConfig(**setting)], 5, CPU)
+
+
+def test_positions_that_kept_other_tokens_stand_side_by_side():
+    """One position's nucleus may need the whole vocabulary where another's does not."""
+    rng = np.random.default_rng(8)
+    shaper = Shaper([SamplerConfig(top_p=0.9)] * 2, VOCAB, CPU)
+    rows = [shaper(torch.tensor(rng.normal(size=(2, VOCAB)) * s), None) for s in (6, 0.01, 6)]
+    assert [row.ids is None for row in rows] == [False, True, False]
+    for order in ([0, 1, 2], [1, 0, 2], [1, 1, 1]):
+        stacked = Distributions.stack([rows[i] for i in order], VOCAB)
+        expected = torch.stack([rows[i].dense(VOCAB) for i in order], 1)
+        torch.testing.assert_close(stacked.dense(VOCAB), expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_logits_of_any_float_type_are_shaped_in_float32(dtype):
     logits = torch.randn(3, 20, generator=torch.Generator().manual_seed(0)).to(dtype)
     config = SamplerConfig(temperature=0.7, top_p=0.9, min_p=0.01)
-    got = Shaper([config] * 3, 20, CPU)(logits, None)
+    got = Shaper([config] * 3, 20, CPU)(logits, None).dense(20)
     for row, shaped in zip(logits, got, strict=True):
         assert_same(shaped.numpy(), law(row.double().numpy(), config))

@@ -3,80 +3,28 @@
 import itertools
 import math
 from collections import defaultdict
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from enumeration import Outcomes
 from scipy import stats
 
 from mtplx import sampling, speculative
 from mtplx.sampling import SamplerConfig, SpeculativeDecision, distribution_from_logits
-from mtplx.speculative import speculative_decode, verify_draft
+from mtplx.speculative import (
+    speculative_decode,
+    verify_draft_block,
+    verify_draft_coupled,
+    verify_draft_token,
+)
 
 # --- The enumerator -------------------------------------------------------------------------------
 
 
-class Outcomes:
-    """Runs a cycle once for every way its randomness can fall, with the probability of that way.
-
-    It stands in for the generator. Spies on the two functions that decide something tell it,
-    before each `random()`, at which numbers the outcome changes; it then returns one number from
-    each interval in turn, weighted by the interval's length. The code under test is never
-    bypassed, and nothing of its rule is repeated here.
-    """
-
-    def __init__(self, monkeypatch):
-        self.intervals = None  # [(a number inside, length), ...] for the next random()
-        draw, accept = sampling.sample_from_distribution, sampling.acceptance_probability
-
-        def spied_draw(probabilities, rng=None):
-            edges = np.concatenate([[0], np.cumsum(probabilities)])
-            edges /= edges[-1]
-            lengths = np.diff(edges)
-            self.intervals = [
-                (low + length / 2, length)
-                for low, length in zip(edges[:-1], lengths, strict=True)
-                if length
-            ]
-            return draw(probabilities, rng)
-
-        def spied_accept(target_p, draft_q, token):
-            a = accept(target_p, draft_q, token)
-            # The last number that must accept and the first that must not.
-            halves = [(math.nextafter(a, 0), a), (a, 1 - a)]
-            self.intervals = [half for half in halves if half[1]]
-            return a
-
-        monkeypatch.setattr(sampling, "sample_from_distribution", spied_draw)
-        monkeypatch.setattr(speculative, "sample_from_distribution", spied_draw)
-        monkeypatch.setattr(sampling, "acceptance_probability", spied_accept)
-
-    def random(self):
-        if len(self.path) == self.step:
-            self.path.append([0, len(self.intervals)])
-        number, length = self.intervals[self.path[self.step][0]]
-        self.intervals = None
-        self.step += 1
-        self.probability *= length
-        return number
-
-    def __call__(self, cycle):
-        """Yield (result, probability) of `cycle(rng)` for every way through it."""
-        self.path = []
-        while True:
-            self.step, self.probability = 0, 1.0
-            result = cycle(self)
-            assert self.step == len(self.path), "the same start must lead to the same draws"
-            yield tuple(result), self.probability
-            while self.path and self.path[-1][0] + 1 == self.path[-1][1]:
-                self.path.pop()
-            if not self.path:
-                return
-            self.path[-1][0] += 1
-
-
 @pytest.fixture
-def outcomes(monkeypatch):
-    return Outcomes(monkeypatch)
+def outcomes():
+    return Outcomes()
 
 
 def autoregressive_law(target, prefix, length):
@@ -95,7 +43,7 @@ def speculative_law(outcomes, cycle, target, length):
     law = defaultdict(float)
     for emitted, probability in outcomes(cycle):
         assert 1 <= len(emitted) <= length
-        for text, mass in autoregressive_law(target, emitted, length).items():
+        for text, mass in autoregressive_law(target, tuple(emitted), length).items():
             law[text] += probability * mass
     return law
 
@@ -104,7 +52,7 @@ def deviation(law, expected):
     return max(abs(law.get(text, 0) - expected.get(text, 0)) for text in {*law, *expected})
 
 
-def compare(outcomes, target_logits, draft_logits, config, depth, **history):
+def compare(outcomes, target_logits, draft_logits, config, depth, verifier="token", **history):
     """How far the law of `speculative_decode`, continued, is from the target's."""
     rows = np.broadcast_to(target_logits, (depth + 1, np.shape(target_logits)[-1]))
     output_ids = history.get("output_ids", [])
@@ -118,7 +66,9 @@ def compare(outcomes, target_logits, draft_logits, config, depth, **history):
         )
 
     def cycle(rng):
-        return speculative_decode(target_logits, draft_logits, config, depth, rng, **history)
+        return speculative_decode(
+            target_logits, draft_logits, config, depth, rng, verifier=verifier, **history
+        )
 
     law = speculative_law(outcomes, cycle, target, depth + 1)
     assert sum(law.values()) == pytest.approx(1, abs=1e-12)
@@ -147,35 +97,51 @@ def random_rows(rng, depth, vocabulary):
 
 # --- The law --------------------------------------------------------------------------------------
 
+TOKEN_AND_BLOCK = pytest.mark.parametrize("verifier", ["token", "block"])
+
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize(("depth", "vocabulary"), [(0, 4), (1, 4), (2, 3), (3, 3)])
-def test_the_joint_law_is_the_targets(outcomes, name, depth, vocabulary):
+@TOKEN_AND_BLOCK
+def test_the_joint_law_is_the_targets(outcomes, name, depth, vocabulary, verifier):
     rng = np.random.default_rng([depth, vocabulary])
     for _ in range(2):
         target, draft = random_rows(rng, depth, vocabulary)
-        assert compare(outcomes, target, draft, CONFIGS[name], depth) < 1e-12
+        assert compare(outcomes, target, draft, CONFIGS[name], depth, verifier) < 1e-12
 
 
-def test_penalties_follow_the_history_into_the_draft(outcomes):
+@pytest.mark.parametrize("name", ["plain", "greedy", "warm", "top-p", "penalties"])
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_the_joint_law_is_the_targets_coupled(outcomes, name, depth):
+    """Over two tokens, where the race is enumerable."""
+    target, draft = random_rows(np.random.default_rng(depth), depth, 2)
+    assert compare(outcomes, target, draft, CONFIGS[name], depth, "coupled") < 1e-12
+
+
+@TOKEN_AND_BLOCK
+def test_penalties_follow_the_history_into_the_draft(outcomes, verifier):
     rng = np.random.default_rng(7)
     target, draft = random_rows(rng, 2, 3)
     config = CONFIGS["penalties"]
     history = {"prompt_ids": [0, 0], "output_ids": [1, 1, 2]}
-    assert compare(outcomes, target, draft, config, 2, **history) < 1e-12
+    assert compare(outcomes, target, draft, config, 2, verifier, **history) < 1e-12
 
 
-def test_a_drafter_that_is_the_target_is_never_rejected():
+@pytest.mark.parametrize("verifier", ["token", "block", "coupled"])
+def test_a_drafter_that_is_the_target_is_never_rejected(verifier):
     """Also where penalties look at the draft: both see the same history at every position."""
     rows = np.random.default_rng(8).normal(size=(4, 5))
     for seed in range(30):
         rng = np.random.default_rng(seed)
         config = CONFIGS["penalties"]
-        emitted = speculative_decode(rows, rows[:3], config, 3, rng, output_ids=[0, 4])
+        emitted = speculative_decode(
+            rows, rows[:3], config, 3, rng, verifier=verifier, output_ids=[0, 4]
+        )
         assert len(emitted) == 4
 
 
-def test_disjoint_equal_and_partly_forbidden_rows(outcomes):
+@TOKEN_AND_BLOCK
+def test_disjoint_equal_and_partly_forbidden_rows(outcomes, verifier):
     no = -math.inf
     target = np.array([[0.0, 1.0, no], [no, 0.0, no], [0.3, no, 1.0]])
     for draft in (
@@ -183,7 +149,7 @@ def test_disjoint_equal_and_partly_forbidden_rows(outcomes):
         np.array([[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]),
         target[:2],
     ):
-        assert compare(outcomes, target, draft, SamplerConfig(), 2) < 1e-12
+        assert compare(outcomes, target, draft, SamplerConfig(), 2, verifier) < 1e-12
 
 
 def test_one_row_stands_for_every_position(outcomes):
@@ -198,7 +164,7 @@ def test_one_row_stands_for_every_position(outcomes):
 def model_law(outcomes, target, drafter, depth):
     """Law of a cycle whose rows depend on the text so far: p = target(prefix), q = drafter(prefix).
 
-    Drafted tokens are enumerated here; the verdict on each draft is `verify_draft`'s own.
+    Drafted tokens are enumerated here; the verdict on each draft is `verify_draft_token`'s own.
     """
     law = defaultdict(float)
     for draft, drafted in autoregressive_law(drafter, (), depth).items():
@@ -208,7 +174,7 @@ def model_law(outcomes, target, drafter, depth):
         q = [drafter(draft[:i]) for i in range(depth)]
         verdict = speculative_law(
             outcomes,
-            lambda rng, p=p, q=q, draft=draft: verify_draft(p, q, draft, rng),
+            lambda rng, p=p, q=q, draft=draft: verify_draft_token(p, q, draft, rng),
             target,
             depth + 1,
         )
@@ -259,9 +225,9 @@ def test_q_from_raw_logits_fails(outcomes, monkeypatch):
     raw_q = [distribution_from_logits(row, SamplerConfig()) for row in ROWS[1]]
 
     def told_raw_q(target_p, draft_q, draft, rng):
-        return verify_draft(target_p, raw_q, draft, rng)
+        return verify_draft_token(target_p, raw_q, draft, rng)
 
-    monkeypatch.setattr(speculative, "verify_draft", told_raw_q)
+    monkeypatch.setattr(speculative, "verify_draft_token", told_raw_q)
     assert compare(outcomes, *ROWS, FILTERED, 2) > 0.01
 
 
@@ -297,6 +263,44 @@ def test_a_cycle_emits_the_accepted_prefix_and_one_more():
     assert emitted == [1, 2] and all(type(token) is int for token in emitted)
 
 
+def test_block_keeps_up_to_the_last_that_passes_and_always_asks_for_k_numbers():
+    """A draft whose chances are 1/4 and 3/4: what fails in the middle is kept from behind."""
+    half, bonus = [0.5, 0.5, 0.0], [0.0, 0.0, 1.0]
+    p, q = [half, [0.375, 0.5, 0.125], bonus], [[0.8, 0.1, 0.1], [0.25, 0.25, 0.5]]
+    weights, chances = sampling.block_acceptance(p, q, [0, 0])
+    first, second = chances
+    assert second == weights[2] == 0.9375 and 0 < first < weights[1] == 0.625
+
+    def run(*numbers):
+        script = iter(numbers)
+        rng = SimpleNamespace(random=lambda: next(script))
+        emitted = verify_draft_block(p, q, np.array([0, 0]), rng)
+        assert next(script, None) is None
+        assert all(type(token) is int for token in emitted)
+        return emitted
+
+    below, above = math.nextafter(first, 0), first
+    assert run(below, math.nextafter(second, 0), 0.0) == [0, 0, 2]
+    assert run(above, math.nextafter(second, 0), 0.0) == [0, 0, 2]
+    # The correction behind one token has the weight 5/8: only token 1 has more than q left.
+    assert run(below, second, 0.0) == run(below, second, 0.999) == [0, 1]
+    # Behind none it has the weight 1.
+    assert run(above, second, 0.0) == run(above, second, 0.999) == [1]
+
+
+def test_coupled_emits_the_targets_winners_while_the_draft_equals_them():
+    p = [[0.5, 0.5], [0.9, 0.1], [0.2, 0.8]]
+    races = [[1.0, 2.0], [9.0, 0.5], [1.0, 8.0]]  # won by 0, 1 and 0
+    for draft, emitted in (
+        ([0, 1], [0, 1, 0]),
+        ([0, 0], [0, 1]),
+        ([1, 1], [0]),
+        ([], [0]),
+    ):
+        rows = len(draft) + 1
+        assert verify_draft_coupled(p[:rows], draft, races[:rows]) == emitted
+
+
 @pytest.mark.parametrize("nothing", [[], np.empty((0, 4)), np.zeros(4)], ids=["[]", "0xV", "V"])
 def test_depth_0_is_plain_sampling(nothing):
     logits = np.random.default_rng(0).normal(size=(1, 4))
@@ -319,6 +323,9 @@ def test_randomness_comes_from_the_generator_or_the_seed():
     assert seeded == speculative_decode(target, draft, config, 3)
     assert seeded == speculative_decode(target, draft, SamplerConfig(), 3, np.random.default_rng(5))
     assert seeded != speculative_decode(target, draft, SamplerConfig(), 3)
+    coupled = speculative_decode(target, draft, config, 3, verifier="coupled")
+    noise = np.random.default_rng(5).standard_exponential((4, 1000))
+    assert coupled == noise.argmin(1).tolist()
 
 
 def test_a_generator_draws_the_law():
@@ -367,8 +374,18 @@ def test_bad_rows_are_named(target, draft, depth, message):
         speculative_decode(target, draft, SamplerConfig(), depth)
 
 
-def test_verify_draft_wants_one_more_row_of_the_targets():
+@pytest.mark.parametrize("verifier", ["Token", "", None, "greedy"])
+def test_an_unknown_verifier_is_refused(verifier):
+    with pytest.raises(ValueError, match="verifier must be one of token, block, coupled: got"):
+        speculative_decode(np.zeros(3), np.zeros(3), SamplerConfig(), 1, verifier=verifier)
+
+
+def test_verifying_wants_one_more_row_of_the_targets():
     row, rng = [0.5, 0.5], np.random.default_rng(0)
     for p, q, draft in (([row], [row], [0]), ([row, row], [], [0]), ([row, row], [row], [])):
-        with pytest.raises(ValueError, match=f"a draft of {len(draft)} tokens needs"):
-            verify_draft(p, q, draft, rng)
+        for verify in (verify_draft_token, verify_draft_block):
+            with pytest.raises(ValueError, match=f"a draft of {len(draft)} tokens needs"):
+                verify(p, q, draft, rng)
+    for p, draft, races in (([row], [0], [row] * 2), ([row] * 2, [0], [row]), ([], [], [])):
+        with pytest.raises(ValueError, match=f"a draft of {len(draft)} tokens needs one more"):
+            verify_draft_coupled(p, draft, races)

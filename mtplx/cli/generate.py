@@ -36,14 +36,24 @@ def generate(
     top_p: options.TopP = None,
     top_k: options.TopK = None,
     min_p: options.MinP = None,
+    typical_p: options.TypicalP = None,
     repetition_penalty: options.RepetitionPenalty = None,
+    presence_penalty: options.PresencePenalty = None,
+    frequency_penalty: options.FrequencyPenalty = None,
+    no_repeat_ngram: options.NoRepeatNgram = None,
+    min_tokens: options.MinTokens = None,
     seed: options.Seed = None,
+    verifier: options.Rule = None,
+    json_schema: options.JsonSchema = None,
+    regex: options.Regex = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the prompt as it is, without chat template.")
     ] = False,
     dtype: options.Dtype = None,
     device: options.Device = None,
+    deterministic: options.Deterministic = False,
     json: options.Json = False,
+    logprobs: options.Logprobs = None,
     stats: Annotated[
         bool | None,
         typer.Option(
@@ -62,16 +72,33 @@ def generate(
         top_p=top_p,
         top_k=top_k,
         min_p=min_p,
+        typical_p=typical_p,
         repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        no_repeat_ngram=no_repeat_ngram,
+        min_tokens=min_tokens,
         seed=seed,
     )
+    if logprobs is not None and not json:
+        raise typer.BadParameter("--logprobs needs --json, which they are printed in")
+    grammar = options.read_grammar(json_schema, regex)
     text = options.read_prompt(prompt, file)
-    llm = options.load_llm(model, head, dtype, device)
+    llm = options.load_llm(model, head, dtype, device, deterministic)
     sampling = options.sampling_for(llm, given)
     depth = llm.depth if depth is None else depth
 
     def run(depth: int, write: Callable[[str], None], tokens: int = max_tokens) -> Result:
-        pieces = llm.stream(text, max_tokens=tokens, depth=depth, sampling=sampling, raw=raw)
+        pieces = llm.stream(
+            text,
+            max_tokens=tokens,
+            depth=depth,
+            sampling=sampling,
+            verifier=verifier,
+            raw=raw,
+            grammar=grammar,
+            logprobs=logprobs,
+        )
         return _collect(pieces, write)
 
     if compare:
@@ -82,7 +109,7 @@ def generate(
     if compare and depth:
         if not json:
             _to_stdout("\n")
-        sampling = result.sampling
+        sampling, verifier = result.sampling, result.verifier
         plain = run(0, _silent)
 
     if json:
@@ -93,8 +120,11 @@ def generate(
             "finish_reason": result.finish_reason,
             "depth": depth,
             "sampling": show.sampling_settings(result.sampling),
+            "verifier": result.verifier,
             "stats": result.stats.to_dict(),
         }
+        if result.logprobs is not None:
+            answer["logprobs"] = show.logprobs(llm.tokenizer, result.logprobs)
         if plain is not None:
             answer["stats_without_drafting"] = plain.stats.to_dict()
         print(json_format.dumps(answer, ensure_ascii=False))
@@ -111,13 +141,22 @@ def _collect(pieces: Iterable[Piece], write: Callable[[str], None]) -> Result:
     """Pass a stream's text on as it comes, and put the whole together."""
     from mtplx.llm import Result
 
-    texts, tokens, last = [], [], None
+    texts, tokens, logprobs, last = [], [], [], None
     for last in pieces:
         write(last.text)
         texts.append(last.text)
         tokens += last.token_ids
+        logprobs += last.logprobs or []
     assert last is not None and last.finish_reason is not None
-    return Result("".join(texts), tokens, last.finish_reason, last.sampling, last.stats)
+    return Result(
+        "".join(texts),
+        tokens,
+        last.finish_reason,
+        last.sampling,
+        last.verifier,
+        last.stats,
+        None if last.logprobs is None else logprobs,
+    )
 
 
 def _to_stdout(text: str) -> None:

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from mtplx.cli import show
-from mtplx.sampling import SamplerConfig
+from mtplx.errors import MtplxError
+from mtplx.grammar import GrammarSpec
+from mtplx.sampling import SamplerConfig, Verifier
 
 if TYPE_CHECKING:
     from mtplx.llm import LLM
@@ -71,11 +73,39 @@ MinP = Annotated[
         rich_help_panel=_SAMPLING,
     ),
 ]
+TypicalP = Annotated[
+    float | None,
+    typer.Option(
+        metavar="P", help="Keep the most typical tokens that reach P.", rich_help_panel=_SAMPLING
+    ),
+]
 RepetitionPenalty = Annotated[
     float | None,
     typer.Option(
         metavar="R", help="Above 1, tokens seen before get less.", rich_help_panel=_SAMPLING
     ),
+]
+PresencePenalty = Annotated[
+    float | None,
+    typer.Option(
+        metavar="R", help="Above 0, tokens written before get less.", rich_help_panel=_SAMPLING
+    ),
+]
+FrequencyPenalty = Annotated[
+    float | None,
+    typer.Option(
+        metavar="R", help="The same, for every time they were written.", rich_help_panel=_SAMPLING
+    ),
+]
+NoRepeatNgram = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N", help="No N tokens come twice in a row; 0 is off.", rich_help_panel=_SAMPLING
+    ),
+]
+MinTokens = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="Least tokens to write.", rich_help_panel=_SAMPLING),
 ]
 Seed = Annotated[
     int | None,
@@ -83,12 +113,58 @@ Seed = Annotated[
         metavar="S", help="The same seed writes the same text.", rich_help_panel=_SAMPLING
     ),
 ]
+Rule = Annotated[
+    Verifier | None,
+    typer.Option(
+        "--verifier",
+        help="How drafts are kept, always exactly. coupled with a seed, else block.",
+        rich_help_panel=_SAMPLING,
+    ),
+]
 Dtype = Annotated[
     Literal["bfloat16", "float32", "float16"] | None,
     typer.Option(help="Of the weights. bfloat16 where the device computes in it, else float32."),
 ]
+Deterministic = Annotated[
+    bool,
+    typer.Option(
+        "--deterministic",
+        help="Slower: the same bits in every pass, so a seed's text is the same at every depth.",
+    ),
+]
 Device = Annotated[
     str | None, typer.Option(metavar="DEVICE", help="cpu, cuda, mps, … The best one if not given.")
+]
+_ANSWER = "What the answer is to be"
+JsonSchema = Annotated[
+    Path | None,
+    typer.Option(
+        "--json-schema",
+        metavar="FILE",
+        exists=True,
+        dir_okay=False,
+        readable=True,
+        help="JSON that follows the schema in this file.",
+        rich_help_panel=_ANSWER,
+    ),
+]
+Regex = Annotated[
+    str | None,
+    typer.Option(
+        "--regex",
+        metavar="REGEX",
+        help="Text that this expression matches as a whole.",
+        rich_help_panel=_ANSWER,
+    ),
+]
+Logprobs = Annotated[
+    int | None,
+    typer.Option(
+        "--logprobs",
+        min=0,
+        metavar="N",
+        help="With --json: log-probabilities of each token and of the N likeliest.",
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
@@ -108,13 +184,31 @@ def sampling_for(llm: LLM, given: dict[str, Any]) -> SamplerConfig:
     return llm.sampling_with(given)
 
 
-def load_llm(model: str, head: str | None, dtype: str | None, device: str | None) -> LLM:
+def read_grammar(schema: Path | None, regex: str | None) -> GrammarSpec | None:
+    """What the answer is to be, if that was said."""
+    if schema is not None and regex is not None:
+        raise typer.BadParameter("give --json-schema or --regex, not both")
+    if schema is not None:
+        try:
+            return GrammarSpec.json_schema(schema.read_text(encoding="utf-8"))
+        except (UnicodeError, MtplxError) as error:
+            raise typer.BadParameter(f"{schema}: {error}") from None
+    return None if regex is None else GrammarSpec.regex(regex)
+
+
+def load_llm(
+    model: str,
+    head: str | None,
+    dtype: str | None,
+    device: str | None,
+    deterministic: bool = False,
+) -> LLM:
     """Load a model, and pass on what it has to note."""
     with show.waiting(f"loading {model} …"):
         # Here, not above: this import takes seconds.
         from mtplx.llm import load
 
-        llm = load(model, head=head, dtype=dtype, device=device)
+        llm = load(model, head=head, dtype=dtype, device=device, deterministic=deterministic)
     for note in llm.notes:
         print(f"note: {note}", file=sys.stderr)
     return llm

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from rich.table import Table
 from mtplx.sampling import SamplerConfig
 
 if TYPE_CHECKING:
-    from mtplx.engine.request import Stats
+    from mtplx.engine.request import Stats, TokenLogprobs
     from mtplx.llm import LLM
 
 
@@ -39,12 +39,30 @@ def sampling_settings(sampling: SamplerConfig) -> dict[str, Any]:
         "top_k": sampling.top_k,
         "top_p": sampling.top_p,
         "min_p": sampling.min_p,
+        "typical_p": sampling.typical_p,
         "repetition_penalty": sampling.repetition_penalty,
         "presence_penalty": sampling.presence_penalty,
         "frequency_penalty": sampling.frequency_penalty,
+        "no_repeat_ngram": sampling.no_repeat_ngram,
+        "min_tokens": sampling.min_tokens,
+        "suppress_stop": sampling.suppress_stop,
+        "banned_tokens": list(sampling.banned_tokens),
+        "forced_tokens": list(sampling.forced_tokens),
         "logit_bias": sampling.bias,
         "seed": sampling.seed,
     }
+
+
+def logprobs(tokenizer: Any, entries: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
+    """Log-probabilities for JSON. The text of a token may be a part of a character, shown as �."""
+
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        return {"token_id": token_id, "text": tokenizer.decode([token_id]), "logprob": logprob}
+
+    return [
+        entry(e.token_id, e.logprob) | {"top": [entry(*alternative) for alternative in e.top]}
+        for e in entries
+    ]
 
 
 def sampling_words(sampling: SamplerConfig) -> str:

@@ -13,11 +13,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from mtplx.history import Histories
 from mtplx.models.slots import Span
 from mtplx.models.trunk import TrunkOutput
-from mtplx.randomness import Purpose
-from mtplx.shaping import History, Shaper
-from mtplx.verification import Draft, draw, noise
+from mtplx.shaping import Distributions, Shaper
+from mtplx.verification import Draft, Noise
 
 
 class Head(Protocol):
@@ -28,7 +28,8 @@ class Head(Protocol):
 
     Attributes:
         taps: trunk layers whose residual streams `features` needs.
-        draft_ids: target token id of each draft id, [W] int64; None for the whole vocabulary.
+        draft_ids: target token id of each draft id, ascending [W] int64; None for the whole
+            vocabulary.
     """
 
     taps: tuple[int, ...]
@@ -84,9 +85,9 @@ class HeadSlots:
         self,
         depth: int,
         lengths: Sequence[int],
-        seeds: Sequence[int],
+        noise: Noise,
         shaper: Shaper,
-        history: History | None,
+        histories: Histories,
     ) -> Draft:
         """Draft `depth` tokens for every row, each from the distribution its sampler makes.
 
@@ -94,30 +95,23 @@ class HeadSlots:
             depth: 1 or more.
             lengths: committed pairs of each row; the first drafted token takes the position
                 after the next one.
-            seeds: of the requests.
-            shaper: their samplers.
-            history: what their penalties count, with the token that waits for the trunk.
+            noise: of this cycle.
+            shaper: the requests' samplers.
+            histories: of their texts, with the token that waits for the trunk.
         """
         assert self._hidden is not None, "refill before drafting"
         hidden, ids = self._hidden, self.head.draft_ids
-        u = noise(seeds, lengths, depth, Purpose.DRAFT, hidden.device)
         tokens: list[Tensor] = []
-        columns: list[Tensor] = []
-        rows: list[Tensor] = []
+        rows: list[Distributions] = []
         for i in range(depth):
             if i:
                 span = Span.after([n + i - 1 for n in lengths], 1, hidden.device)
                 result = self.head.step(tokens[-1][:, None], hidden[:, None], span, self.cache)
                 hidden = result[:, 0]
-            seen = history
-            if history is not None and i:
-                seen = history.after_tokens(torch.stack(tokens, 1))
-            q = shaper(self.head.logits(hidden), seen, ids)
-            column = draw(q, u[:, i])
+            q = shaper(self.head.logits(hidden), histories.behind(tokens), ids)
             rows.append(q)
-            columns.append(column)
-            tokens.append(column if ids is None else ids[column])
-        return Draft(torch.stack(tokens, 1), torch.stack(columns, 1), torch.stack(rows, 1), ids)
+            tokens.append(noise.drafted(q, i))
+        return Draft(torch.stack(tokens, 1), Distributions.stack(rows, shaper.vocab_size))
 
     def keep_rows(self, rows: Tensor) -> None:
         """Drop all slots but these."""

@@ -15,15 +15,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from mtplx.drafters.mtp import Head, HeadSlots
-from mtplx.engine.request import FinishReason, Request, Stats
+from mtplx.engine.request import FinishReason, Request, Stats, TokenLogprobs
 from mtplx.errors import MtplxError
+from mtplx.history import Follower, Histories
 from mtplx.models.slots import Span
 from mtplx.models.trunk import Trunk, TrunkOutput
-from mtplx.randomness import Purpose
-from mtplx.shaping import History, Shaper
-from mtplx.verification import Draft, Verdict, noise, verify
+from mtplx.shaping import Distributions, Shaper
+from mtplx.verification import Draft, Noise, verify
 
 PREFILL_TOKENS = 2048
 """Prompt tokens of a batch read in one pass."""
@@ -76,6 +77,7 @@ class Burst:
         drafted: how many of them, from the first on, were drafted.
         finish_reason: why the request ended here, or None.
         stats: of the request so far.
+        logprobs: of each token, if the request asked for them.
     """
 
     index: int
@@ -83,6 +85,7 @@ class Burst:
     drafted: int
     finish_reason: FinishReason | None
     stats: Stats
+    logprobs: list[TokenLogprobs] | None = None
 
 
 class Batch:
@@ -101,11 +104,24 @@ class Batch:
         self.cache = trunk.new_cache(capacity)
         self.head = HeadSlots(head, capacity) if head and deepest else None
         self.taps = head.taps if head and deepest else ()
-        self.shaper = Shaper([r.sampling for r in requests], trunk.vocab_size, self.device)
-        self.history: History | None = None
-        if self.shaper.uses_history:
-            prompts = [r.prompt for r in requests]
-            self.history = History.of(prompts, trunk.vocab_size, self.device)
+        self.shaper = Shaper(
+            [r.sampling for r in requests],
+            trunk.vocab_size,
+            self.device,
+            [r.stop_ids for r in requests],
+        )
+        self.histories = self._histories(requests)
+
+    def _histories(self, requests: Sequence[Request]) -> Histories:
+        followers = {
+            row: Follower(request.grammar(), request.stop_ids, len(request.sampling.forced_tokens))
+            for row, request in enumerate(requests)
+            if request.grammar
+        }
+        history = None
+        if followers or self.shaper.uses_history:
+            history = self.shaper.begin([request.prompt for request in requests])
+        return Histories(history, followers, self.trunk.vocab_size)
 
     def _slot(self, index: int, request: Request) -> Slot:
         room = self.trunk.context - len(request.prompt)
@@ -165,27 +181,37 @@ class Batch:
         depths = [slot.depth() for slot in slots]
         depth = max(depths)
         lengths = [slot.length for slot in slots]
-        seeds = [slot.request.seed for slot in slots]
+        noise = Noise(
+            [slot.request.seed for slot in slots],
+            lengths,
+            [slot.request.verifier for slot in slots],
+            depth,
+            self.device,
+        )
         pending = torch.tensor([[slot.pending] for slot in slots], device=self.device)
 
         if depth and self.head:
-            draft = self.head.draft(depth, lengths, seeds, self.shaper, self.history)
+            draft = self.head.draft(depth, lengths, noise, self.shaper, self.histories)
         else:
-            draft = _empty_draft(len(slots), self.trunk.vocab_size, self.device)
+            draft = _empty_draft(len(slots), self.device)
 
         span = Span.after(lengths, depth + 1, self.device)
         output = self.trunk.forward(
             torch.cat([pending, draft.tokens], 1), span, self.cache, self.taps
         )
-        verdict = self._verify(output, draft, depths, lengths, seeds)
+        p = self._target(output, draft)
+        verdict = verify(p, draft, torch.tensor(depths, device=self.device), noise)
+        # The token after each that was read; past the last one decided it may be anything.
+        following = torch.cat([draft.tokens, draft.tokens.new_zeros(len(slots), 1)], 1)
+        following.scatter_(1, verdict.accepted[:, None], verdict.token[:, None])
 
         # Here the host waits for the device.
         accepted = verdict.accepted.tolist()
-        tokens = torch.cat([draft.tokens, verdict.token[:, None]], 1).tolist()
+        tokens = following.tolist()
         probability = verdict.probability.tolist()
+        void = None if p.void is None else p.void.tolist()
+        logprobs = self._logprobs(output, following)
         if self.head:
-            following = torch.cat([draft.tokens, draft.tokens.new_zeros(len(slots), 1)], 1)
-            following.scatter_(1, verdict.accepted[:, None], verdict.token[:, None])
             self.head.refill(output, following, span, accepted)
 
         # Only the cycle's own time: what a stream's reader does between cycles is not decoding.
@@ -194,38 +220,55 @@ class Batch:
         for b, slot in enumerate(slots):
             if slot.finish_reason:
                 continue
-            emitted = slot.take([*tokens[b][: accepted[b]], tokens[b][-1]])
+            emitted = slot.take(tokens[b][: accepted[b] + 1])
+            # What is only drafted may come to where the settings leave nothing; the text may not.
+            if void and any(void[b][: len(emitted)]):
+                before = len(slot.output) - len(emitted) + void[b].index(True)
+                why = slot.request.forbidding()
+                raise MtplxError(
+                    f"request {slot.index}: {' and '.join(why)} {'leave' if why[1:] else 'leaves'} "
+                    f"no token to go on with after {before} of the output"
+                )
             # All but the correction or bonus, unless the text ends before that.
             kept = min(accepted[b], len(emitted))
             slot.length += len(emitted)
             slot.pending = emitted[-1]
             slot.stats.record(depths[b], kept, len(emitted), probability[b], elapsed)
             stats = slot.stats.snapshot()
-            bursts.append(Burst(slot.index, emitted, kept, slot.finish_reason, stats))
-        if self.history:
-            emitted_by = {burst.index: burst.tokens for burst in bursts}
-            self.history.emit([emitted_by.get(slot.index, []) for slot in slots])
+            own = logprobs[b][: len(emitted)] if b in logprobs else None
+            bursts.append(Burst(slot.index, emitted, kept, slot.finish_reason, stats, own))
+        emitted_by = {burst.index: burst.tokens for burst in bursts}
+        self.histories.emit([emitted_by.get(slot.index, []) for slot in slots])
         return bursts
 
-    def _verify(
-        self,
-        output: TrunkOutput,
-        draft: Draft,
-        depths: list[int],
-        lengths: list[int],
-        seeds: list[int],
-    ) -> Verdict:
+    def _target(self, output: TrunkOutput, draft: Draft) -> Distributions:
+        """What the trunk and the settings make of every position, [B, K + 1, C]."""
         batch, depth = draft.tokens.shape
         assert output.logits is not None
-        history = self.history.after(draft.tokens) if self.history else None
-        p = self.shaper(output.logits.flatten(0, 1), history).view(batch, depth + 1, -1)
-        return verify(
-            p,
-            draft,
-            torch.tensor(depths, device=self.device),
-            noise(seeds, lengths, depth, Purpose.ACCEPT, self.device),
-            noise(seeds, lengths, depth + 1, Purpose.EMIT, self.device),
-        )
+        history = self.histories.along(draft.tokens)
+        return self.shaper(output.logits.flatten(0, 1), history).view(batch, depth + 1)
+
+    def _logprobs(self, output: TrunkOutput, following: Tensor) -> dict[int, list[TokenLogprobs]]:
+        """Of the token after each that was read, for the rows that ask for it."""
+        counts = {b: slot.request.logprobs for b, slot in enumerate(self.slots)}
+        asked = {b: count for b, count in counts.items() if count is not None}
+        if not asked:
+            return {}
+        assert output.logits is not None
+        rows = torch.tensor(list(asked), device=self.device)
+        logprobs = output.logits[rows].float().log_softmax(-1)
+        chosen = logprobs.gather(-1, following[rows, :, None])[..., 0].tolist()
+        best = logprobs.topk(min(max(asked.values()), logprobs.shape[-1]), dim=-1)
+        ids, values, tokens = best.indices.tolist(), best.values.tolist(), following[rows].tolist()
+        return {
+            b: [
+                TokenLogprobs(token, own, tuple(zip(top[:count], of_top[:count], strict=True)))
+                for token, own, top, of_top in zip(
+                    tokens[row], chosen[row], ids[row], values[row], strict=True
+                )
+            ]
+            for row, (b, count) in enumerate(asked.items())
+        }
 
     def _drop_finished(self) -> None:
         keep = [b for b, slot in enumerate(self.slots) if slot.finish_reason is None]
@@ -240,10 +283,9 @@ class Batch:
         self.shaper = self.shaper.keep_rows(keep)
         if self.head:
             self.head.keep_rows(rows)
-        if self.history:
-            self.history.keep_rows(rows)
+        self.histories.keep_rows(keep)
 
 
-def _empty_draft(batch: int, vocab_size: int, device: torch.device) -> Draft:
-    nothing = torch.zeros(batch, 0, dtype=torch.int64, device=device)
-    return Draft(nothing, nothing, torch.zeros(batch, 0, vocab_size, device=device), None)
+def _empty_draft(batch: int, device: torch.device) -> Draft:
+    tokens = torch.zeros(batch, 0, dtype=torch.int64, device=device)
+    return Draft(tokens, Distributions(torch.zeros(batch, 0, 1, device=device), None))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from mtplx.sampling import SamplerConfig
+from mtplx.history import Constraint
+from mtplx.sampling import SamplerConfig, Verifier
 
 FinishReason = Literal["stop", "length"]
 
@@ -22,6 +23,10 @@ class Request:
         max_tokens: most tokens to emit.
         depth: drafted tokens per cycle; 0 is plain decoding.
         stop_ids: tokens that end the text; the one that does is emitted.
+        verifier: the rule that keeps or replaces what was drafted.
+        grammar: begins a constraint on the text, behind its forced tokens; None for none.
+        logprobs: report log-probabilities, of each emitted token and of so many of the likeliest;
+            None for none at all.
     """
 
     prompt: tuple[int, ...]
@@ -30,6 +35,33 @@ class Request:
     max_tokens: int
     depth: int
     stop_ids: frozenset[int] = frozenset()
+    verifier: Verifier = "token"
+    grammar: Callable[[], Constraint] | None = None
+    logprobs: int | None = None
+
+    def forbidding(self) -> list[str]:
+        """What of its settings can forbid a token, by name."""
+        names = ("logit_bias", "no_repeat_ngram", "banned_tokens", "min_tokens", "suppress_stop")
+        used = [name for name in names if getattr(self.sampling, name)]
+        return [*used, "the grammar"] if self.grammar else used
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities where a token was emitted: the model's own, of its logits as they are.
+
+    They come before all settings, as OpenAI's API and vLLM report them, and do not depend on what
+    was drafted, but for rounding.
+
+    Attributes:
+        token_id: the emitted token.
+        logprob: its natural logarithm of probability.
+        top: the likeliest tokens with theirs, the likeliest first.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass

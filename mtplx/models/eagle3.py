@@ -281,6 +281,13 @@ class Eagle3Head(nn.Module):
         self.t2d.zero_()
         self.t2d[draft_ids] = True
 
+    @torch.no_grad()
+    def sort_vocabulary(self) -> None:
+        """Put the draft ids in the order of their target ids, whatever order a file has."""
+        order = self.draft_ids.argsort()
+        self.lm_head.weight.copy_(self.lm_head.weight[order])
+        self.set_vocabulary(self.draft_ids[order])
+
     def cast(self, dtype: torch.dtype) -> Eagle3Head:
         """Hold the parameters in this type; rotary frequencies stay in float32."""
         for parameter in self.parameters():
@@ -383,5 +390,6 @@ def load_head(directory: Path, trunk_layers: int) -> Eagle3Head:
     # Two columns for one token would split its q, and what is emitted would not be exact.
     if len(set(head.draft_ids.tolist())) < len(head.draft_ids):
         raise MtplxError(f"{weights}: d2t names a token twice")
+    head.sort_vocabulary()
     head.eval().requires_grad_(False)
     return head

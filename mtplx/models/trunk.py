@@ -121,7 +121,7 @@ class Trunk:
             taps,
             with_logits,
             input_ids=tokens,
-            attention_mask=self._mask(span),
+            attention_mask=self._mask(span.mask),
             # Past the context lies only the padding of other rows' longer drafts.
             position_ids=span.positions.clamp_max(self.context - 1),
             cache=cache,
@@ -133,12 +133,12 @@ class Trunk:
         """One causal pass over whole texts [B, T], padded on the right; no cache, no logits."""
         return self._run(taps, False, input_ids=tokens, use_cache=False)
 
-    def _mask(self, span: Span) -> Tensor:
+    def _mask(self, mask: Tensor) -> Tensor:
         if self.config._attn_implementation != "eager":
-            return span.mask
+            return mask
         # Models without a fused attention add their mask to the scores.
         hidden = torch.finfo(self.dtype).min
-        return torch.zeros_like(span.mask, dtype=self.dtype).masked_fill(~span.mask, hidden)
+        return torch.zeros_like(mask, dtype=self.dtype).masked_fill(~mask, hidden)
 
     def _run(self, taps: Sequence[int], with_logits: bool, **inputs: Any) -> TrunkOutput:
         self.tap(taps)
@@ -226,12 +226,18 @@ def _keeps_rows_apart(trunk: Trunk) -> bool:
     cache = trunk.new_cache(span.end)
     start = Span.after([0, 0], max(lengths), trunk.device)
     trunk.forward(tokens[:, : max(lengths)], start, cache, with_logits=False)
-    together = trunk.forward(tokens.gather(1, span.positions), span, cache).hidden.float()
-    alone = torch.stack([alone[b, n : n + width] for b, n in enumerate(lengths)]).float()
-    wrong, right = (together - alone).norm(dim=-1), alone.norm(dim=-1)
-    agrees = wrong <= _NOISE.get(trunk.dtype, 0.1) * right
+    together = trunk.forward(tokens.gather(1, span.positions), span, cache).hidden
+    return agree(together, torch.stack([alone[b, n : n + width] for b, n in enumerate(lengths)]))
+
+
+def agree(hidden: Tensor, expected: Tensor) -> bool:
+    """Whether two computations of the same states [B, T, H] differ by rounding alone."""
+    noise = _NOISE.get(hidden.dtype, 0.1)
+    hidden, expected = hidden.float(), expected.float()
+    wrong, right = (hidden - expected).norm(dim=-1), expected.norm(dim=-1)
+    close = wrong <= noise * right
     # A type too narrow for the weights is no fault of the model's code.
-    agrees |= ~right.isfinite()
+    close |= ~right.isfinite()
     # Of each row the better position: rounding can send a token to another expert, which is no
     # fault, while a wrong mask or position shows in all of a row.
-    return bool(agrees.any(1).all())
+    return bool(close.any(1).all())

@@ -77,8 +77,10 @@ def held_out_acceptance(
 
 def _acceptance(p_logits: Tensor, q_logits: Tensor, ids: Tensor, config: SamplerConfig) -> float:
     shaper = Shaper([config], p_logits.shape[-1], p_logits.device)
-    p = shaper(p_logits, None)[:, ids]
-    return float(torch.minimum(p, shaper(q_logits, None, ids)).sum())
+    q = shaper(q_logits, None, ids)
+    drafted = ids if q.ids is None else q.ids
+    p = shaper(p_logits, None).at(drafted.expand(q.p.shape))
+    return float(torch.minimum(p, q.p).sum())
 
 
 def write_report(

@@ -44,7 +44,12 @@ class _RowAttention:
 
 
 def rollout(
-    head: Eagle3Head, embedding: Tensor, batch: Batch, steps: int, scale: Tensor
+    head: Eagle3Head,
+    embedding: Tensor,
+    batch: Batch,
+    steps: int,
+    scale: Tensor,
+    noise: float = 0.0,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Run `steps` draft steps over all rows of a batch, each on the true tokens.
 
@@ -56,6 +61,8 @@ def rollout(
         steps: draft steps.
         scale: typical size of each channel of the tapped streams, [3H]; the head sees streams
             divided by it.
+        noise: added to those, in parts of that size; so that a head cannot know a text again by
+            its states (compare EAGLE, Li et al. 2024, arXiv:2401.15077).
     Yields:
         For each step: normed outputs of the rows that count [N, H], and which rows these are,
         [B, R] bool.
@@ -63,7 +70,10 @@ def rollout(
     layer, attention = head.layer, head.layer.self_attn
     context_at, rows_at = batch.positions()
     streams = torch.cat([batch.context, batch.rows], 1).to(embedding.dtype)
-    fused = head.fuse(streams * (1 / scale).to(embedding.dtype))
+    streams = streams * (1 / scale).to(embedding.dtype)
+    if noise:
+        streams = streams + noise * torch.randn_like(streams)
+    fused = head.fuse(streams)
     width = batch.context.shape[1]
     # One layer: the context's keys and values do not depend on its own outputs, so the rest of
     # the layer need not run over it.

@@ -102,7 +102,8 @@ class Author:
                 [t for p, a in zip(prompts, answers, strict=True) for t in [*p, *a]], np.int32
             ),
             np.array([len(p) + len(a) for p, a in zip(prompts, answers, strict=True)], np.int32),
-            np.array([len(p) for p in prompts], np.int32),
+            # Questions and documents are the trunk's own words as well: all to be learnt.
+            np.full(len(prompts), len(self._ids(self._header)), np.int32),
         )
 
     def _continued(

@@ -41,6 +41,7 @@ class TrainConfig:
         matrix_lr: Muon's rate for the matrices inside the head.
         other_lr: AdamW's rate for its output head and norms.
         weight_decay: of the matrices.
+        noise: added to the tapped streams in training, in parts of their typical size.
         draft_vocab_size: tokens the head can draft.
         intermediate_size: width of the head's MLP.
         taps: trunk layers whose streams it is fed.
@@ -54,6 +55,7 @@ class TrainConfig:
     matrix_lr: float = 2e-3
     other_lr: float = 6e-4
     weight_decay: float = 0.02
+    noise: float = 0.1
     draft_vocab_size: int = 8192
     intermediate_size: int = 2560
     taps: tuple[int, int, int] = (8, 18, 30)
@@ -273,6 +275,7 @@ class Trainer:
             for group in optimizer.param_groups:
                 group["lr"] = base * rate
         rng = np.random.default_rng([self.config.seed, self.step])
+        torch.manual_seed(self.config.seed + self.step)
         batch = batches.make(self.states, which, len(STEP_WEIGHTS), rng)
         aim = self._objective(done)
         logits = (batch.targets @ self.targets_of.T).float()
@@ -285,7 +288,9 @@ class Trainer:
             low.grad = None
         total = torch.zeros(())
         accepted: dict[str, float] = {}
-        steps = rollout(self.low, self.embedding, batch, len(STEP_WEIGHTS), self.scale)
+        steps = rollout(
+            self.low, self.embedding, batch, len(STEP_WEIGHTS), self.scale, self.config.noise
+        )
         for i, (normed, counted) in enumerate(steps):
             here = slice(i, i + counted.shape[1])
             loss, kept = draft_loss(

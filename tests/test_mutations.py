@@ -1,0 +1,18 @@
+"""A test of the tests: every plausible fault in the list is found by the test that it names."""
+
+import pytest
+from faults import FAULTS
+
+CHECKS = list(dict.fromkeys(fault.found_by for fault in FAULTS))
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
+def test_a_check_passes_where_there_is_no_fault(check):
+    check()
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_fault_is_found(fault, monkeypatch):
+    fault.plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        fault.found_by()
