@@ -1,11 +1,11 @@
 """Tokens per cycle and decoding speed on Spec-Bench's first turns.
 
     python benchmarks/spec_bench.py                      # acceptance, all prompts
-    python benchmarks/spec_bench.py --speed --every 6    # depth 0 beside it, prompt by prompt
+    python benchmarks/spec_bench.py --speed --every 16 --depth 1 2 3    # and depth 0, in turn
 
 The prompts are half of Spec-Bench (Xia et al., ACL 2024 Findings; Apache-2.0), see README.md here.
 Acceptance is counted in batches, since neighbours cannot change it; speed one prompt at a time,
-both depths in turn.
+all depths in turn.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def measure_acceptance(llm, prompts, sampling, args):
         results = llm.generate(
             [row["turns"][0] for row in rows],
             max_tokens=args.max_tokens,
-            depth=args.depth,
+            depth=args.depth[0],
             sampling=replace(sampling, seed=args.seed + start),
             verifier=args.verifier,
         )
@@ -68,12 +68,15 @@ def add(a, b):
 
 
 def measure_speed(llm, prompts, sampling, args):
-    """Seconds per token at depth 0 and at the depth asked for, in turn on every prompt."""
-    pairs = []
-    llm.generate("Hello", max_tokens=16, depth=args.depth)
+    """Tokens per second at depth 0 and at the depths asked for, in turn on every prompt."""
+    depths = [0, *args.depth]
+    rows = []
+    for depth in depths:
+        llm.generate("Hello", max_tokens=16, depth=depth)
     for i, row in enumerate(prompts[:: args.every]):
         speeds = {}
-        for depth in (0, args.depth) if i % 2 else (args.depth, 0):
+        # What runs first or last changes from prompt to prompt.
+        for depth in depths[i % len(depths) :] + depths[: i % len(depths)]:
             result = llm.generate(
                 row["turns"][0],
                 max_tokens=args.max_tokens,
@@ -82,16 +85,30 @@ def measure_speed(llm, prompts, sampling, args):
                 verifier=args.verifier,
             )
             speeds[depth] = result.stats.decode_tokens_per_second
-        pairs.append((speeds[0], speeds[args.depth]))
-        print(f"{row['category']:>16} {speeds[0]:7.1f} {speeds[args.depth]:7.1f} tokens/s")
-    return pairs
+        rows.append(speeds)
+        shown = " ".join(f"{speeds[depth]:7.1f}" for depth in depths)
+        print(f"{row['category']:>16} {shown} tokens/s at depths {depths}", flush=True)
+    return rows
+
+
+def speed_figures(rows, depth):
+    """Of one depth, beside depth 0 on the same prompts."""
+    ratios = [speeds[depth] / speeds[0] for speeds in rows]
+    return {
+        "depth_0_tokens_per_second": statistics.median(speeds[0] for speeds in rows),
+        "tokens_per_second": statistics.median(speeds[depth] for speeds in rows),
+        "ratio_median": statistics.median(ratios),
+        "ratio_min": min(ratios),
+        "ratio_max": max(ratios),
+        "prompts": len(rows),
+    }
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--head")
-    parser.add_argument("--depth", type=int, default=3)
+    parser.add_argument("--depth", type=int, nargs="+", default=[3])
     parser.add_argument("--temperature", type=float, default=0.6)
     parser.add_argument("--top-p", type=float, default=0.95)
     parser.add_argument("--top-k", type=int, default=20)
@@ -108,16 +125,8 @@ def main():
     llm = mtplx.load(args.model, head=args.head)
     sampling = mtplx.SamplerConfig(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k)
     if args.speed:
-        pairs = measure_speed(llm, prompts, sampling, args)
-        ratios = [fast / slow for slow, fast in pairs]
-        figures = {
-            "depth_0_tokens_per_second": statistics.median(slow for slow, _ in pairs),
-            "tokens_per_second": statistics.median(fast for _, fast in pairs),
-            "ratio_median": statistics.median(ratios),
-            "ratio_min": min(ratios),
-            "ratio_max": max(ratios),
-            "prompts": len(pairs),
-        }
+        rows = measure_speed(llm, prompts, sampling, args)
+        figures = {f"depth {depth}": speed_figures(rows, depth) for depth in args.depth}
         print(json.dumps(figures, indent=2))
     else:
         sums = measure_acceptance(llm, prompts[:: args.every], sampling, args)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
     from mtplx.history import Constraint
 
+Kind = Literal["json_schema", "regex", "lark"]
+_NAMES = {"json_schema": "JSON schema", "regex": "regex", "lark": "Lark grammar"}
+
 
 @dataclass(frozen=True)
 class GrammarSpec:
@@ -34,10 +37,26 @@ class GrammarSpec:
         kind: what `source` is.
         source: a schema as JSON text, a regular expression, or a grammar in Lark's notation as
             llguidance reads it.
+    Raises:
+        MtplxError: there is no such kind, or the source is no text.
     """
 
-    kind: Literal["json_schema", "regex", "lark"]
+    kind: Kind
     source: str
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            raise MtplxError(f"a grammar is one of {get_args(Kind)}, got {self.kind!r}")
+        name = _NAMES[self.kind]
+        if not isinstance(self.source, str):
+            raise MtplxError(f"the {name} must be a string, got {self.source!r}")
+        try:
+            self.source.encode()
+        except UnicodeEncodeError:
+            raise MtplxError(f"the {name} is no valid text: it has a lone surrogate") from None
+        # llguidance would drop it.
+        if self.kind == "regex" and (len(self.source) - len(self.source.rstrip("\\"))) % 2:
+            raise MtplxError("the regex ends in a backslash that escapes nothing")
 
     @classmethod
     def json_schema(cls, schema: str | bool | Mapping[str, Any]) -> GrammarSpec:
@@ -48,9 +67,11 @@ class GrammarSpec:
         """
         try:
             value = json.loads(schema) if isinstance(schema, str) else schema
-            source = json.dumps(value)
+            source = json.dumps(value, default=_plain, allow_nan=False)
         except (ValueError, TypeError) as error:
             raise MtplxError(f"the JSON schema is no JSON: {error}") from None
+        except RecursionError:
+            raise MtplxError("the JSON schema is nested too deeply to be read") from None
         if not isinstance(value, Mapping | bool):
             raise MtplxError(f"a JSON schema is an object, true or false, got {source}")
         return cls("json_schema", source)
@@ -90,7 +111,8 @@ class GrammarCompiler:
         """What begins a constraint by this grammar.
 
         Raises:
-            MtplxError: the grammar is wrong, or asks for what llguidance cannot keep to.
+            MtplxError: the grammar is wrong, asks for what llguidance cannot keep to, or fits no
+                text at all.
         """
         from llguidance import LLMatcher
 
@@ -100,30 +122,45 @@ class GrammarCompiler:
             "lark": LLMatcher.grammar_from_lark,
         }[spec.kind]
         matcher = LLMatcher(self._tokenizer, reader(spec.source), log_level=0)
+        name = _NAMES[spec.kind]
         if matcher.is_error():
-            names = {"json_schema": "JSON schema", "regex": "regex", "lark": "Lark grammar"}
-            reason = _line(matcher.get_error())
-            raise MtplxError(f"the {names[spec.kind]} cannot be used: {reason}")
-        return lambda: _Matched(matcher.deep_copy(), self._tokenizer)
+            raise MtplxError(f"the {name} cannot be used: {_line(matcher.get_error())}")
+
+        def begin() -> Constraint:
+            return _Matched(matcher, self._tokenizer)
+
+        first = begin()
+        if not first.allowed().any() and not first.complete:
+            raise MtplxError(f"the {name} cannot be used: {first.fault or 'no text fits it'}")
+        return begin
 
 
 class _Matched:
     """A constraint that llguidance keeps."""
 
-    def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer) -> None:
-        self._matcher = matcher
+    def __init__(self, beginning: LLMatcher, tokenizer: LLTokenizer) -> None:
+        self._beginning = beginning
+        self._matcher = beginning.deep_copy()
         self._tokenizer = tokenizer
+        self._text: list[int] = []
 
     @property
     def complete(self) -> bool:
-        return bool(self._matcher.is_accepting())
+        return self.fault is None and bool(self._matcher.is_accepting())
+
+    @property
+    def fault(self) -> str | None:
+        """llguidance gives up on a text that grows too complex, or that nothing can go on from."""
+        if not self._matcher.is_error():
+            return None
+        reason = _line(self._matcher.get_error()).removesuffix(" <state>")
+        return "no text fits it" if reason == "NoExtensionBias" else reason
 
     def allowed(self) -> NDArray[np.bool_]:
         words = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        if self._matcher.is_error():
-            # It gives up on grammars that grow too complex.
-            raise MtplxError(f"the grammar cannot be followed: {_line(self._matcher.get_error())}")
         count = self._tokenizer.vocab_size
+        if self._matcher.is_error():
+            return np.zeros(count, dtype=np.bool_)
         permitted = np.unpackbits(words, count=count, bitorder="little").astype(np.bool_)
         # Which tokens end a text, the request says.
         permitted[self._tokenizer.eos_tokens] = False
@@ -131,11 +168,26 @@ class _Matched:
 
     def advance(self, token: int) -> bool:
         ends = token in self._tokenizer.eos_tokens
-        return not ends and bool(self._matcher.try_consume_tokens([token]) == 1)
+        if ends or self._matcher.try_consume_tokens([token]) != 1:
+            return False
+        self._text.append(token)
+        return True
 
     def rollback(self, count: int) -> None:
-        if count:
+        self._text = self._text[: len(self._text) - count]
+        if self._matcher.is_error():
+            # A matcher that has failed takes nothing back.
+            self._matcher = self._beginning.deep_copy()
+            self._matcher.try_consume_tokens(self._text)
+        elif count:
             self._matcher.rollback(count)
+
+
+def _plain(value: object) -> dict[Any, Any]:
+    """What JSON takes for a mapping of another type than its own."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
 
 
 def _line(error: object) -> str:

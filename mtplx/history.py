@@ -45,7 +45,7 @@ class History:
         vocab_size: int,
         device: torch.device,
         counts: bool = True,
-        ngram: int = 0,
+        text: bool = False,
     ) -> History:
         """Histories that have only a prompt so far.
 
@@ -54,15 +54,15 @@ class History:
             vocab_size: V.
             device: where all is kept.
             counts: keep `prompt` and `output`.
-            ngram: the longest sequence to look for in `text`; 0 keeps none.
+            text: keep `text`.
         """
         history = cls(torch.zeros(len(prompts), dtype=torch.int64, device=device))
         if counts:
             history.prompt = torch.zeros(len(prompts), vocab_size, dtype=torch.bool, device=device)
             history.prompt[indices(prompts, device)] = True
             history.output = torch.zeros(history.prompt.shape, device=device)
-        if ngram:
-            history.begin = max(ngram, *(len(prompt) for prompt in prompts))
+        if text:
+            history.begin = max(len(prompt) for prompt in prompts)
             padded = [[*[-1] * (history.begin - len(prompt)), *prompt] for prompt in prompts]
             history.text = torch.tensor(padded, device=device)
         return history
@@ -149,13 +149,17 @@ class Constraint(Protocol):
 
     Attributes:
         complete: whether the text may end here.
+        fault: why it cannot tell what may come, and so lets nothing come; None while it can.
     """
 
     @property
     def complete(self) -> bool: ...
 
+    @property
+    def fault(self) -> str | None: ...
+
     def allowed(self) -> NDArray[np.bool_]:
-        """The tokens that may come next, [V]; none of them ends the text."""
+        """The tokens that may come next, [V]; which of them end the text is not its business."""
         ...
 
     def advance(self, token: int) -> bool:
@@ -163,16 +167,16 @@ class Constraint(Protocol):
         ...
 
     def rollback(self, count: int) -> None:
-        """Take back the last so many tokens."""
+        """Take back the last so many tokens, and whatever fault came up behind them."""
         ...
 
 
 class Follower:
     """A constraint that runs ahead with a draft, and comes back to what is emitted of it.
 
-    The tokens that end a text may come where it is complete. Forced tokens before the constraint
-    begins are none of its business. A draft that has left what is allowed is rejected there, and
-    not followed further.
+    The tokens that end a text may come where it is complete, and nowhere else. Forced tokens before
+    the constraint begins are none of its business. A draft that has left what is allowed is
+    rejected there, and not followed further. Where the constraint fails, nothing may come.
     """
 
     def __init__(self, constraint: Constraint, stop_ids: Collection[int], opening: int = 0) -> None:
@@ -194,8 +198,8 @@ class Follower:
         if self._astray or len(self._drafted) < self.opening:
             return None
         permitted = self.constraint.allowed()
-        if self.constraint.complete:
-            permitted[[token for token in self.stop_ids if token < len(permitted)]] = True
+        stops = [token for token in self.stop_ids if 0 <= token < len(permitted)]
+        permitted[stops] = self.constraint.complete
         return permitted
 
     def follow(self, token: int) -> None:
@@ -205,7 +209,7 @@ class Follower:
             self._astray = True
         elif opening or self.constraint.advance(token):
             self._drafted.append(token)
-        else:
+        elif self.constraint.fault is None:
             self._astray = True
 
     def emit(self, tokens: Sequence[int]) -> None:

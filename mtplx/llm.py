@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, get_args, overload
@@ -52,7 +52,8 @@ class Result:
         finish_reason: `stop` at an end-of-text or stop token, `length` at the budget's or the
             context's end.
         sampling: the settings used, with the seed that was drawn if none was given.
-        verifier: the rule used; with it and the seed the same text can be had again.
+        verifier: the rule used. With it and the seed the same text can be had again, by `coupled`
+            at any depth, by the others at the same one with the same head.
         stats: telemetry.
         logprobs: of each token, if they were asked for.
     """
@@ -240,9 +241,10 @@ class LLM:
         if not prompts:
             return []
         begin = None if grammar is None else self._compile(grammar)
+        stops = _stop_ids(stop_token_ids)
         requests = [
             self._request(
-                p, max_tokens, depth, sampling, verifier, raw, stop_token_ids, begin, logprobs, row
+                p, max_tokens, depth, sampling, verifier, raw, stops, begin, logprobs, row
             )
             for row, p in enumerate(prompts)
         ]
@@ -287,8 +289,9 @@ class LLM:
     ) -> Iterator[Piece]:
         """Continue one prompt, a piece for each cycle. Arguments as `generate`."""
         begin = None if grammar is None else self._compile(grammar)
+        stops = _stop_ids(stop_token_ids)
         request = self._request(
-            prompt, max_tokens, depth, sampling, verifier, raw, stop_token_ids, begin, logprobs, 0
+            prompt, max_tokens, depth, sampling, verifier, raw, stops, begin, logprobs, 0
         )
         # Made here, so that what is wrong with the request is said now and not at the first piece.
         return self._pieces(Batch(self.trunk, self.head, [request]), request)
@@ -331,6 +334,8 @@ class LLM:
         if depth and self.head is None:
             raise MtplxError(f"{self.name} has no MTP head to draft with; use depth 0")
         sampling = self.default_sampling if sampling is None else sampling
+        if not isinstance(sampling, SamplerConfig):
+            raise MtplxError(f"sampling must be a SamplerConfig, got {sampling!r}")
         try:
             check_token_settings(sampling, self.trunk.vocab_size)
         except ValueError as error:
@@ -340,9 +345,9 @@ class LLM:
                 f"logprobs must be an integer from 0 to {MOST_LOGPROBS}, or None for no "
                 f"log-probabilities, got {logprobs!r}"
             )
-        if verifier is not None and verifier not in get_args(Verifier):
-            raise MtplxError(f"verifier must be one of {get_args(Verifier)}, got {verifier!r}")
-        stops = _token_ids(stop_token_ids, "stop_token_ids")
+        rules = get_args(Verifier)
+        if verifier is not None and not (isinstance(verifier, str) and verifier in rules):
+            raise MtplxError(f"verifier must be one of {rules}, got {verifier!r}")
         seed = fresh_seed() if sampling.seed is None else (sampling.seed + row) % 2**64
         return Request(
             prompt=tuple(self.encode(prompt, raw)),
@@ -350,7 +355,7 @@ class LLM:
             seed=seed,
             max_tokens=int(max_tokens),
             depth=int(depth),
-            stop_ids=frozenset([*self.defaults.eos_token_ids, *stops]),
+            stop_ids=frozenset([*self.defaults.eos_token_ids, *stop_token_ids]),
             verifier=verifier or default_verifier(sampling),
             grammar=grammar,
             logprobs=None if logprobs is None else int(logprobs),
@@ -385,19 +390,31 @@ def _is_id(item: Any) -> bool:
 
 
 def _token_ids(items: Any, what: str) -> list[int]:
-    if not isinstance(items, Iterable):
-        raise MtplxError(f"{what} must be a list of token ids, got {items!r}")
-    for item in items:
+    try:
+        ids = list(items)
+    except TypeError:
+        raise MtplxError(f"{what} must be a list of token ids, got {items!r}") from None
+    for item in ids:
         if not _is_id(item):
             raise MtplxError(f"{what} holds {item!r}, which is no integer")
-    return [int(item) for item in items]
+    return [int(item) for item in ids]
+
+
+def _stop_ids(items: Any) -> list[int]:
+    """Read once, whatever holds them, and not once for each prompt."""
+    ids = _token_ids(items, "stop_token_ids")
+    for token in ids:
+        if token < 0:
+            raise MtplxError(f"stop_token_ids holds {token}: token ids are integers from 0 up")
+    return ids
 
 
 def _is_batch(prompt: Any) -> bool:
     """Whether it is a list of prompts; a list of ids or of messages is one prompt."""
     if isinstance(prompt, str):
         return False
-    if not isinstance(prompt, Sequence | np.ndarray) or isinstance(prompt, BYTES):
+    number = isinstance(prompt, np.ndarray) and prompt.ndim == 0
+    if number or not isinstance(prompt, Sequence | np.ndarray) or isinstance(prompt, BYTES):
         raise MtplxError(f"{PROMPT_KINDS}; got a {type(prompt).__name__}")
     return all(
         isinstance(item, str)

@@ -1,7 +1,8 @@
-"""Counter-based noise: every uniform is a pure function of where it is used.
+"""Counter-based noise: every number is a pure function of where it is used.
 
 A number drawn here depends on the request's seed, the absolute position of the token it helps to
-choose, and what it is used for, and on nothing else. Batch neighbours, restarts and discarded
+choose, and what it is used for; a race's on the token that runs as well, and one that belongs to a
+cycle on where that began. It depends on nothing else: batch neighbours, restarts and discarded
 drafts cannot shift it.
 
 The generator is Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"),
@@ -27,7 +28,7 @@ _ROUNDS = 10
 
 
 class Purpose(IntEnum):
-    """What a uniform decides about the token at its position."""
+    """What a number decides about the token at its position."""
 
     DRAFT = 0  # which token is proposed
     ACCEPT = 1  # whether the proposal is kept
@@ -66,7 +67,8 @@ def uniforms(
             broadcast against `seeds`.
         purpose: what the numbers decide.
         offsets: 0 for noise that belongs to a position alone. Where it belongs to the cycle as
-            well, 1 and more, counted from the cycle's first position, which tells the cycle.
+            well, 1 for the first position that the cycle decides, then 2, and so on below 2**32;
+            position and offset together tell the cycle.
     Returns:
         float64, of the broadcast shape.
     """
@@ -93,7 +95,7 @@ def exponentials(seeds: Tensor, positions: Tensor, tokens: Tensor, dtype: torch.
         tokens: ids from 0 to 2**33, [N] or [..., N] int64.
         dtype: float64, or float32 where there is nothing wider.
     Returns:
-        [..., N] of that type, above 0.
+        [..., N] of that type, above 0 and finite.
     """
     position = positions[..., None]
     # One counter serves two tokens, two words each.
@@ -106,11 +108,12 @@ def exponentials(seeds: Tensor, positions: Tensor, tokens: Tensor, dtype: torch.
     high = torch.where(odd, words[2], words[0])
     low = torch.where(odd, words[3], words[1])
     # -log(1 - u) keeps its precision where it matters, at the small times that win. The half
-    # keeps them above 0.
+    # keeps them above 0; it needs a bit of its own, or the largest u would be rounded to 1, and a
+    # time without end loses even for the only token that can win.
     if dtype == torch.float32:
         u = ((high >> 9).to(dtype) + 0.5) * 2.0**-23
     else:
-        u = (((high >> 5) << 26 | low >> 6).to(dtype) + 0.5) * 2.0**-53
+        u = (((high >> 5) << 25 | low >> 7).to(dtype) + 0.5) * 2.0**-52
     return -torch.log1p(-u)
 
 

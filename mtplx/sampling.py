@@ -28,7 +28,7 @@ Everything below "Drawing, accepting, correcting" also works on object arrays of
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple
@@ -127,6 +127,8 @@ class SamplerConfig:
             raise ValueError(f"suppress_stop must be true or false, got {self.suppress_stop!r}")
         banned = _token_ids("banned_tokens", self.banned_tokens)
         normalise("banned_tokens", tuple(sorted(set(banned))))
+        if isinstance(self.forced_tokens, Set):
+            raise ValueError(f"forced_tokens must be in order, got {self.forced_tokens!r}")
         normalise("forced_tokens", _token_ids("forced_tokens", self.forced_tokens))
         normalise("seed", _integer("seed", self.seed, none=None))
         if self.seed is not None and not 0 <= self.seed < 2**64:
@@ -164,7 +166,10 @@ def _integer(name: str, value: object, none: int | None) -> int | None:
 def _token_ids(name: str, ids: object) -> tuple[int, ...]:
     if not isinstance(ids, Iterable) or isinstance(ids, str | bytes | Mapping):
         raise ValueError(f"{name} must be a list of token ids, got {ids!r}")
-    tokens = tuple(ids)
+    try:
+        tokens = tuple(ids)
+    except TypeError:  # an array of no dimensions calls itself iterable
+        raise ValueError(f"{name} must be a list of token ids, got {ids!r}") from None
     for token in tokens:
         if isinstance(token, bool) or not isinstance(token, Integral) or token < 0:
             raise ValueError(f"{name} has {token!r} for a token id: ids are integers from 0 up")
@@ -227,8 +232,8 @@ def distribution_from_logits(
         output_ids: the tokens generated so far, for all that looks back or counts. Both histories
             hold for every row. Ids of V and above are let pass, as in transformers: some models
             embed more tokens than they can emit.
-        stop_ids: the tokens that end the text, for `min_tokens` and `suppress_stop`; here too ids
-            of V and above are let pass.
+        stop_ids: the tokens that end the text, for `min_tokens` and `suppress_stop`; ids outside
+            the vocabulary are let pass, since some configuration files say -1 for none.
         allowed: ``[V]`` or ``[..., V]``, the tokens that a grammar lets come next; None for all.
 
     Returns:
@@ -357,7 +362,7 @@ def _permitted(
 
     def all_but(ids: Iterable[int]) -> NDArray[np.bool_]:
         permitted = np.ones(vocabulary, dtype=np.bool_)
-        permitted[[token for token in ids if token < vocabulary]] = False
+        permitted[[token for token in ids if 0 <= token < vocabulary]] = False
         return permitted
 
     if config.no_repeat_ngram:

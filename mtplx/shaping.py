@@ -140,7 +140,7 @@ class Shaper:
         """
         self.configs = list(configs)
         self.stop_ids = [
-            sorted(token for token in ids if token < vocab_size)
+            sorted(token for token in ids if 0 <= token < vocab_size)
             for ids in (stop_ids or [()] * len(self.configs))
         ]
         self.vocab_size = vocab_size
@@ -157,7 +157,7 @@ class Shaper:
         self.temperature = column([min(max(c.temperature, coolest), hottest) for c in self.configs])
         # As wide as the law's, so that ties on the edge of the nucleus fall the same way.
         self.top_p = column([c.top_p for c in self.configs], wide(device))
-        self.min_p = column([c.min_p for c in self.configs])
+        self.min_p = column([c.min_p for c in self.configs], wide(device))
         self.typical_p = column([c.typical_p for c in self.configs], wide(device))
         self.repetition = column([c.repetition_penalty for c in self.configs])
         self.presence = column([c.presence_penalty for c in self.configs])
@@ -178,8 +178,9 @@ class Shaper:
             c.repetition_penalty != 1 or c.presence_penalty or c.frequency_penalty
             for c in self.configs
         )
-        self.ngram = torch.tensor([[c.no_repeat_ngram] for c in self.configs], device=device)
-        self.ngrams = sorted({c.no_repeat_ngram for c in self.configs} - {0})
+        sizes = [min(c.no_repeat_ngram, LONGEST_TEXT) for c in self.configs]
+        self.ngram = torch.tensor(sizes, device=device)[:, None]
+        self.ngrams = sorted(set(sizes) - {0})
         self.bias, self.bans = self._bias()
         self.early_stops = self._early_stops()
         self.forced = self._forced()
@@ -196,8 +197,8 @@ class Shaper:
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> History:
         """Histories of these prompts, with what the settings look at."""
-        ngram = max(self.ngrams, default=0)
-        return History.of(prompts, self.vocab_size, self.device, self.uses_penalties, ngram)
+        text = bool(self.ngrams)
+        return History.of(prompts, self.vocab_size, self.device, self.uses_penalties, text)
 
     def _bias(self) -> tuple[Tensor | None, bool]:
         """What is always added, [B, V], and whether it forbids any token."""
@@ -217,7 +218,8 @@ class Shaper:
         """How many tokens come before a stop, [B, 1], and the stops, [B, V] bool."""
         if not any(c.min_tokens for c in self.configs):
             return None
-        least = torch.tensor([c.min_tokens for c in self.configs], device=self.device)
+        counts = [min(c.min_tokens, LONGEST_TEXT) for c in self.configs]
+        least = torch.tensor(counts, device=self.device)
         stops = torch.zeros(len(self.configs), self.vocab_size, dtype=torch.bool)
         stops[indices(self.stop_ids, stops.device)] = True
         return least[:, None], stops.to(self.device)
@@ -284,7 +286,10 @@ class Shaper:
                 scores, left = _top_p(scores, top, temperature, rows(self.top_p))
                 if left is not None:
                     columns = left if columns is None else columns.gather(-1, left)
-            p = ((scores - top) / temperature).softmax(-1)
+            # Summed in the wide type: in float32 the last digit would tell how many columns the
+            # neighbours' settings left.
+            weights = ((scores - top) / temperature).to(wide(self.device))
+            p = weights.softmax(-1)
             if self.any_min_p:
                 likely = torch.where(p >= rows(self.min_p) * p.amax(-1, keepdim=True), p, 0.0)
                 # Rows without min-p keep their p, whatever their neighbours ask for.
@@ -293,6 +298,7 @@ class Shaper:
                 typical = torch.where(_typical(p, rows(self.typical_p)), p, 0.0)
                 share = typical / typical.sum(-1, keepdim=True)
                 p = torch.where(rows(self.typical_p) < 1, share, p)
+            p = p.float()
             if best is not None:
                 p, columns = _greedy_rows(p, columns, greedy, best, logits.shape[-1])
         if columns is None:
@@ -357,6 +363,9 @@ class Shaper:
         return scores, self.bans or bool(masks) or self.forced is not None
 
 
+LONGEST_TEXT = 2**62
+"""No text has so many tokens, and int64 holds it: counts beyond it are as good as it."""
+
 LARGEST_SETTING = 1e4
 """Beyond it, what float32 leaves of the logits beside a bias or a penalty is no longer exact."""
 
@@ -391,7 +400,7 @@ def _check(top: Tensor, repeat: int) -> None:
 
 
 def _lowest_of(scores: Tensor, top: Tensor) -> Tensor:
-    """The lowest id of those that reach the top, [R, 1], on every device."""
+    """The lowest column [R, 1] of scores [R, W] that reach the top [R, 1], on every device."""
     ids = torch.arange(scores.shape[-1], device=scores.device)
     return torch.where(scores == top, ids, scores.shape[-1]).amin(-1, keepdim=True)
 
@@ -399,7 +408,15 @@ def _lowest_of(scores: Tensor, top: Tensor) -> Tensor:
 def _greedy_rows(
     p: Tensor, columns: Tensor | None, greedy: Tensor, best: Tensor, width: int
 ) -> tuple[Tensor, Tensor | None]:
-    """Put all mass of the greedy rows on their best column."""
+    """Put all mass of the greedy rows on their best column; [R, C] and columns [R, C] or None.
+
+    Args:
+        p: [R, C].
+        columns: those of p, ascending [R, C]; None for all, C = W.
+        greedy: which rows are, [R, 1] bool.
+        best: their columns, [R, 1].
+        width: W, and the column of what is no token's.
+    """
     if columns is None:
         here = torch.arange(width, device=p.device)
         return torch.where(greedy, (here == best).float(), p), None
@@ -410,7 +427,7 @@ def _greedy_rows(
 
 
 def _narrow(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The largest scores of each row and their columns, ascending: the k best and what ties.
+    """The largest scores of each row [R, C] and their columns, ascending: the k best and what ties.
 
     What follows then works on some dozens of numbers instead of a vocabulary.
     """
@@ -429,6 +446,7 @@ def _narrow(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _top_k(scores: Tensor, k: Tensor, largest: int) -> Tensor:
+    """Scores [R, C] with -inf for all but each row's k [R, 1] largest; 0 keeps all."""
     largest = min(largest, scores.shape[-1])
     best = scores.topk(largest, dim=-1).values
     cut = best.gather(-1, k.clamp(1, largest) - 1)
@@ -444,8 +462,13 @@ def _top_p(
     Looks at the likeliest tokens first, which nearly always decide; the whole row is sorted only
     where the cut lies, or may lie, beyond them.
 
+    Args:
+        scores: [R, W].
+        top: the largest of each row, [R, 1].
+        temperature: above 0, [R, 1].
+        top_p: [R, 1]; rows of 1 and more stay as they are.
     Returns:
-        The scores, and their columns, ascending, if only a part of them is given back.
+        The scores [R, C], and their columns, ascending [R, C], if only a part is given back.
     """
     width = scores.shape[-1]
     count = min(width, TOP_P_CANDIDATES)
@@ -479,7 +502,7 @@ def _top_p(
 
 
 def _typical(p: Tensor, typical_p: Tensor) -> Tensor:
-    """Which tokens are nearest to the entropy, as many as reach the mass typical_p."""
+    """Which tokens of p [R, C] are nearest to the entropy, as many as reach typical_p [R, 1]."""
     p = p.to(typical_p.dtype)
     distance = (-p.log() - torch.special.entr(p).sum(-1, keepdim=True)).abs()
     nearest = distance.argsort(dim=-1)
@@ -500,9 +523,12 @@ def _repeating(text: Tensor, end: Tensor, size: int, vocab_size: int) -> Tensor:
         [R, V] bool.
     """
     count = text.shape[1] - size + 1
+    if count < 1:
+        return torch.zeros(len(text), vocab_size, dtype=torch.bool, device=text.device)
     same = torch.arange(size - 1, text.shape[1], device=text.device) < end[:, None]
     for i in range(size - 1):
-        last = text.gather(1, (end - size + 1 + i)[:, None])
+        # Of a row shorter than the sequence no column counts, whatever is gathered.
+        last = text.gather(1, (end - size + 1 + i).clamp_min(0)[:, None])
         same = same & (text[:, i : i + count] == last)
     # What does not count goes to a column that is no token's.
     token = torch.where(same, text[:, size - 1 :], -1)

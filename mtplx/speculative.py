@@ -6,7 +6,7 @@ the engine's batched loop is tested against.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, get_args
 
 import numpy as np
@@ -36,6 +36,7 @@ def speculative_decode(
     verifier: Verifier = "token",
     prompt_ids: Sequence[int] = (),
     output_ids: Sequence[int] = (),
+    stop_ids: Collection[int] = (),
 ) -> list[int]:
     """One cycle: draft `depth` tokens, keep what the target allows, and emit one more.
 
@@ -57,7 +58,8 @@ def speculative_decode(
             draft and target run on the same row at each position: what is emitted does not depend
             on the draft, which decides only how much of it comes out in one cycle.
         prompt_ids: the prompt's tokens, and
-        output_ids: those emitted in earlier cycles; only penalties look at them.
+        output_ids: those emitted in earlier cycles; penalties and length rules look at them.
+        stop_ids: the tokens that end a text, for `min_tokens` and `suppress_stop`.
 
     Returns:
         1 to ``depth + 1`` token ids: the accepted drafts, then the correction (after a rejection)
@@ -83,7 +85,9 @@ def speculative_decode(
 
     def shaped(row: NDArray[np.float64], drafted: list[int]) -> NDArray[np.float64]:
         history = [*output_ids, *drafted]
-        return distribution_from_logits(row, config, prompt_ids=prompt_ids, output_ids=history)
+        return distribution_from_logits(
+            row, config, prompt_ids=prompt_ids, output_ids=history, stop_ids=stop_ids
+        )
 
     coupled = verifier == "coupled"
     exponentials = rng.standard_exponential(targets.shape) if coupled else None

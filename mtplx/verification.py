@@ -59,7 +59,15 @@ class Noise:
     """The random numbers of one cycle of B rows: for its draft, its decisions, its last token.
 
     A rule that looks at later drafts before it decides (`block`) must not meet the same numbers
-    when it drafts those positions again, so its noise belongs to the cycle too (design, idea 6).
+    when it drafts those positions again, so its noise belongs to the cycle too; docs/exactness.md
+    has an example of what goes wrong otherwise.
+
+    Attributes:
+        draft: uniforms that draw the draft, [B, K + 1]; None at depth 0.
+        accept: uniforms that decide on it, likewise.
+        emit: uniforms that draw the token that ends the cycle, [B, K + 1].
+        block: the rows of this rule, [B] bool; None if there is none.
+        coupled: likewise.
     """
 
     def __init__(
@@ -134,23 +142,23 @@ def _mask(rows: np.ndarray[tuple[int], np.dtype[np.bool_]], device: torch.device
     return torch.from_numpy(rows).to(device) if rows.any() else None
 
 
-def draw(p: Distributions, uniforms: Tensor) -> Tensor:
+def draw(p: Distributions, u: Tensor) -> Tensor:
     """A token of each row by inverting the cumulative sum; never one of probability 0.
 
     Args:
         p: [R, C].
-        uniforms: in [0, 1), [R].
+        u: in [0, 1), [R].
     Returns:
         [R] int64.
     """
-    return p.tokens(_column(p.p, uniforms))
+    return p.tokens(_column(p.p, u))
 
 
-def _column(weights: Tensor, uniforms: Tensor) -> Tensor:
+def _column(weights: Tensor, u: Tensor) -> Tensor:
     cumulative = weights.cumsum(-1, dtype=wide(weights.device))
     # Scaled by the last sum, u stays below it; the first sum above u is never that of a column
     # of weight 0.
-    u = uniforms.to(cumulative.dtype)[:, None] * cumulative[:, -1:]
+    u = u.to(cumulative.dtype)[:, None] * cumulative[:, -1:]
     return torch.searchsorted(cumulative, u, right=True)[:, 0]
 
 
@@ -200,11 +208,11 @@ def _token_rule(
     p: Distributions, draft: Draft, real: Tensor, accept: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens kept [B], the target's weight in the residual [B], probabilities [B, K]."""
-    p_token, q_token = _of_drafted(p, draft)
+    p_token, q_token = (x.to(accept.dtype) for x in _of_drafted(p, draft))
     # min(1, p / q) written so that q = 0 needs no case of its own; p = 0 gives 0.
     probability = torch.where(p_token > 0, p_token / torch.maximum(p_token, q_token), 0.0)
-    # Compared in the uniforms' own type: rounded to float32 one of them could become 1.
-    kept = (accept < probability.to(accept.dtype)) & real
+    # All in the uniforms' own type: rounded to float32 one of them could become 1.
+    kept = (accept < probability) & real
     return kept.to(torch.int64).cumprod(1).sum(1), torch.ones_like(accept[:, 0]), probability
 
 
@@ -241,7 +249,7 @@ def _block_rule(
 
 
 def _of_drafted(p: Distributions, draft: Draft) -> tuple[Tensor, Tensor]:
-    """What target and drafter gave each drafted token, [B, K] each."""
+    """What target and drafter gave each drafted token, [B, K] float32 each."""
     depth = draft.tokens.shape[1]
     tokens = draft.tokens[..., None]
     return p[:, :depth].at(tokens)[..., 0], draft.q.at(tokens)[..., 0]

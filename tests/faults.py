@@ -391,8 +391,8 @@ FAULTS = [
         edited(
             verification,
             "_token_rule",
-            "accept < probability.to(accept.dtype)",
-            "accept.float() < probability",
+            "accept < probability",
+            "accept.float() < probability.float()",
         ),
         ALMOST_ONE,
     ),

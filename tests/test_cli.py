@@ -97,6 +97,7 @@ def test_help_names_the_commands(run: Run) -> None:
         (["generate", "hi", "--no-repeat-ngram", "-1"], "no_repeat_ngram must be 0 (off) or more"),
         (["generate", "hi", "--min-tokens", "-1"], "min_tokens must be 0 (off) or more"),
         (["generate", "hi", "--logprobs", "-1"], "--logprobs"),
+        (["generate", "hi", "--regex", "a\\"], "the regex ends in a backslash"),
         (["generate", "hi", "--logprobs", "2"], "--logprobs needs --json"),
         (["generate", "hi", "--json-schema", "nowhere.json"], "--json-schema"),
         (["generate", "hi", "--json-schema", __file__], "the JSON schema is no JSON"),

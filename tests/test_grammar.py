@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -93,6 +94,8 @@ def test_constraints_of_one_grammar_are_apart(compiler):
         (GrammarSpec.lark("start: foo"), 'the Lark grammar cannot be used: .*unknown name: "foo"'),
         (GrammarSpec.json_schema({"not": {}}), "the JSON schema cannot be used: .*not"),
         (GrammarSpec.json_schema({"type": "strin"}), "the JSON schema cannot be used: .*strin"),
+        (GrammarSpec.json_schema({"$ref": "#"}), "JSON schema cannot be used: no text fits it"),
+        (GrammarSpec.regex(r"[^\s\S]"), "the regex cannot be used: no text fits it"),
     ],
 )
 def test_a_grammar_that_cannot_be_kept_to_is_refused(compiler, spec, says):
@@ -103,7 +106,13 @@ def test_a_grammar_that_cannot_be_kept_to_is_refused(compiler, spec, says):
 
 @pytest.mark.parametrize(
     ("schema", "says"),
-    [("{", "is no JSON: "), ({"a": {1}}, "is no JSON: "), ("3", "object, true or false, got 3")],
+    [
+        ("{", "is no JSON: "),
+        ({"a": {1}}, "is no JSON: "),
+        ('{"minimum": NaN}', "is no JSON: "),
+        ("3", "object, true or false, got 3"),
+        ('{"items":' * 100_000, "nested too deeply"),
+    ],
 )
 def test_what_is_no_schema_is_refused(schema, says):
     with pytest.raises(MtplxError, match=says):
@@ -112,7 +121,52 @@ def test_what_is_no_schema_is_refused(schema, says):
 
 def test_a_schema_is_text_or_what_it_stands_for():
     assert GrammarSpec.json_schema(SCHEMA) == GrammarSpec.json_schema(json.dumps(SCHEMA))
+    assert GrammarSpec.json_schema(MappingProxyType(SCHEMA)) == GrammarSpec.json_schema(SCHEMA)
     assert len({GrammarSpec.json_schema(True), GrammarSpec.json_schema("true")}) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "says"),
+    [
+        ("gbnf", "a", r"one of \('json_schema', 'regex', 'lark'\), got 'gbnf'"),
+        ("regex", 5, "the regex must be a string, got 5"),
+        ("lark", b"a", "the Lark grammar must be a string, got b'a'"),
+        ("regex", "\ud800", "the regex is no valid text"),
+        ("regex", "a\\\\\\", "the regex ends in a backslash"),
+    ],
+)
+def test_what_cannot_be_a_grammar_is_refused_at_once(kind, source, says):
+    with pytest.raises(MtplxError, match=says):
+        GrammarSpec(kind, source)
+
+
+def test_a_backslash_may_end_a_regex_if_it_is_escaped(compiler):
+    constraint = compiler.compile(GrammarSpec.regex(r"a\\"))()
+    assert all(map(constraint.advance, tiny_checkpoint.tokenizer()("a\\")["input_ids"]))
+    assert constraint.complete
+
+
+def test_a_failed_constraint_says_why_and_comes_back(compiler):
+    """Behind its b nothing can come; llguidance's own state cannot be taken back from there."""
+    constraint = compiler.compile(GrammarSpec.lark(r'start: "xa" | "xb" /[^\s\S]/'))()
+    x, a, b = tiny_checkpoint.tokenizer()("xab")["input_ids"]
+    assert constraint.advance(x) and constraint.advance(b)
+    assert not constraint.allowed().any() and not constraint.complete
+    assert constraint.fault == "no text fits it"
+    assert not constraint.advance(a)
+    constraint.rollback(1)
+    assert constraint.fault is None
+    assert set(np.flatnonzero(constraint.allowed())) == {a, b}
+    assert constraint.advance(a) and constraint.complete
+
+
+@pytest.mark.parametrize("depth", [0, 3])
+def test_a_text_does_not_go_on_where_llguidance_gives_up(llm, depth):
+    pieces = []
+    with pytest.raises(MtplxError, match=r"the grammar leaves no token .* \(lexer error: too many"):
+        for piece in llm.stream("hi", depth=depth, grammar=GrammarSpec.regex("(a{1000}){1000}")):
+            pieces.append(piece.text)
+    assert set("".join(pieces)) <= {"a"}
 
 
 def test_without_llguidance_it_is_asked_for(monkeypatch):
@@ -171,6 +225,19 @@ def test_a_stop_token_ends_a_text_where_it_is_complete(llm):
         stop_token_ids=stop,
     ):
         assert re.fullmatch("[xy]{3,6};", result.text)
+
+
+def test_a_stop_token_of_the_grammars_own_comes_only_where_the_text_is_complete(llm):
+    stop = llm.tokenizer("y")["input_ids"]
+    for result in llm.generate(
+        ["a", "b", "c", "d"],
+        max_tokens=40,
+        depth=2,
+        sampling=SamplerConfig(seed=1, logit_bias={stop[0]: 8.0}),
+        grammar=GrammarSpec.regex("[xy]{3,6}z?"),
+        stop_token_ids=stop,
+    ):
+        assert re.fullmatch("x{3,6}y", result.text)
 
 
 def test_what_is_no_grammar_is_refused(llm):

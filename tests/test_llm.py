@@ -86,6 +86,7 @@ def test_numpy_ids_are_ids(llm: mtplx.LLM) -> None:
         ({"role": "user", "content": "hi"}, "got a dict"),
         (b"ab", "got a bytes"),
         (7, "got a int"),
+        (np.array(7), "got a ndarray"),
         ({1, 2}, "got a set"),
         ((p for p in ["a"]), "got a generator"),
         ([bytearray(b"hi")], "a list with a bytearray"),
@@ -104,6 +105,23 @@ def test_stop_tokens_are_ids(llm: mtplx.LLM) -> None:
         llm.generate("hi", stop_token_ids=["</s>"])  # type: ignore[list-item]
     with pytest.raises(mtplx.MtplxError, match="must be a list of token ids, got 5"):
         llm.generate("hi", stop_token_ids=5)  # type: ignore[arg-type]
+    with pytest.raises(mtplx.MtplxError, match="stop_token_ids holds -1: token ids are integers"):
+        llm.generate("hi", stop_token_ids=[-1])
+
+
+def test_stop_tokens_may_come_from_anywhere_and_hold_for_every_row(llm: mtplx.LLM) -> None:
+    all_of_them: Any = iter(range(llm.trunk.vocab_size))
+    results = llm.generate(["a", "b", "c"], max_tokens=5, stop_token_ids=all_of_them)
+    assert [(r.finish_reason, len(r.token_ids)) for r in results] == [("stop", 1)] * 3
+
+
+def test_an_end_token_of_minus_1_is_none(tmp_path: Path) -> None:
+    """Some checkpoints say so; read as an index it would be the vocabulary's last token."""
+    model = tiny_checkpoint.write(tmp_path, generation={"eos_token_id": -1})
+    llm = mtplx.load(model, dtype="float32")
+    last = llm.trunk.vocab_size - 1
+    wanted = SamplerConfig(logit_bias={last: 1e3}, suppress_stop=True, min_tokens=4, seed=1)
+    assert llm.generate("hi", max_tokens=4, sampling=wanted).token_ids == [last] * 4
 
 
 def test_threads_may_share_a_model(llm: mtplx.LLM) -> None:
@@ -298,6 +316,9 @@ def test_the_end_of_the_context_is_a_length(tmp_path: Path) -> None:
         ({"sampling": SamplerConfig(logit_bias={999: 1.0})}, "logit_bias names token 999"),
         ({"sampling": SamplerConfig(banned_tokens=[999])}, "banned_tokens names token 999"),
         ({"sampling": SamplerConfig(forced_tokens=[1, 999])}, "forced_tokens names token 999"),
+        ({"sampling": {"temperature": 0}}, "sampling must be a SamplerConfig, got {'temperature"),
+        ({"verifier": "Block"}, "verifier must be one of .*, got 'Block'"),
+        ({"verifier": np.array(["token", "block"])}, "verifier must be one of"),
         ({"logprobs": -1}, "logprobs must be an integer from 0 to 1000, or None"),
         ({"logprobs": True}, "logprobs must be an integer from 0 to 1000, or None"),
         ({"logprobs": 1001}, "logprobs must be an integer from 0 to 1000, or None"),

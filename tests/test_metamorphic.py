@@ -28,6 +28,7 @@ class NoTokenTwiceInARow:
     """A grammar whose state is the text so far."""
 
     complete = True
+    fault = None
 
     def __init__(self):
         self.text = []

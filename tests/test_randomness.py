@@ -66,7 +66,7 @@ def test_a_uniform_is_53_bits_of_the_generator():
         assert float(uniforms(seed, position, Purpose.EMIT, offset)) == bits / 2**53
 
 
-def test_an_exponential_is_53_bits_of_the_generator():
+def test_an_exponential_is_the_generators_bits():
     seed, position = torch.tensor([0xA4093822, 0x299F31D0]), torch.tensor(0x15A308D3_243F6A88)
     got = exponentials(seed, position, torch.tensor([6, 7]), torch.float64)
     words = philox4x32(

@@ -25,6 +25,8 @@ STOPS = (6,)
 class Machine:
     """A grammar of a few states: in each, the tokens that may come and where they lead."""
 
+    fault = None
+
     def __init__(self, table, final):
         self.table, self.final = table, final
         self.path, self.text = [0], []
@@ -227,8 +229,80 @@ def test_a_follower_leaves_a_draft_that_is_not_allowed():
     assert follower.allowed() is None
 
 
+def test_what_ends_a_text_comes_only_where_it_is_complete(trunk, heads):
+    """Though the grammar has a use of its own for it: 3 ends the text as 6 does."""
+    follower = Follower(turns(), (3, 6, 7, -1))
+    assert set(np.flatnonzero(follower.allowed())) == {0, 2, 4}
+    follower.follow(2)
+    assert set(np.flatnonzero(follower.allowed())) == {1, 3, 5, 6}
+    ends = set()
+    for depth in (0, 3):
+        many = [
+            Request((1,), SamplerConfig(), seed, 12, depth, frozenset((2, 6)), "block", brackets)
+            for seed in range(20)
+        ]
+        for text in texts(trunk, heads[0], many):
+            ends.add(text[-1])
+            if text[-1] in (2, 6):
+                grammar = brackets()
+                assert all(grammar.advance(token) for token in text[:-1]) and grammar.complete
+    assert {2, 6} < ends
+
+
+class Failing(Machine):
+    """One that fails behind a 4 and stays so, as long as the 4 is not taken back."""
+
+    fault = None
+
+    def allowed(self):
+        return super().allowed() & (self.fault is None)
+
+    def advance(self, token):
+        if self.fault is None and token == 4:
+            self.fault = "fours are too much"
+        return self.fault is None and super().advance(token)
+
+    def rollback(self, count):
+        super().rollback(count)
+        self.fault = None
+
+
+@pytest.mark.parametrize("verifier", ["token", "block", "coupled"])
+def test_a_constraint_that_fails_lets_nothing_come(trunk, heads, verifier):
+    """Neither what the text has not come to, nor anything behind what failed, does any harm."""
+    table = {0: dict.fromkeys(range(6), 0)}
+    ended = dict.fromkeys((0, 1, 3), 0)
+    for seed in range(60):
+        for depth in ended:
+            one = Request(
+                (1,),
+                SamplerConfig(),
+                seed,
+                8,
+                depth,
+                grammar=lambda: Failing(table, ()),
+                verifier=verifier,
+            )
+            output = []
+            try:
+                for (burst,) in Batch(trunk, heads[0], [one]).run():
+                    output += burst.tokens
+                assert 4 not in output[:-1] and len(output) == 8
+                ended[depth] += 1
+            except MtplxError as error:
+                # Said behind the 4, which is the last to be seen, drafted or not.
+                says = (
+                    f"the grammar leaves no token to go on with after {len(output)} of the output"
+                )
+                assert f"{says} (fours are too much)" in str(error)
+                assert output.index(4) == len(output) - 1
+    assert all(5 < count < 55 for count in ended.values())
+    if verifier == "coupled":
+        assert len(set(ended.values())) == 1
+
+
 def test_only_a_grammar_makes_the_host_wait(monkeypatch):
-    history = History.of([[1], [2]], VOCAB, torch.device("cpu"), counts=False, ngram=2)
+    history = History.of([[1], [2]], VOCAB, torch.device("cpu"), counts=False, text=True)
     drafted = [torch.tensor([3, 4]), torch.tensor([5, 0])]
     waits = []
     tolist = torch.Tensor.tolist
@@ -255,8 +329,11 @@ def test_settings_that_leave_nothing_are_named_where_the_text_gets_there(trunk, 
     (output,) = texts(trunk, heads[0], [once])
     assert sorted(output) == [2, 4, 5, 6]
     longer = dataclasses.replace(once, max_tokens=9)
+    seen = []
     with pytest.raises(MtplxError, match=r"request 0: no_repeat_ngram leaves no token .* after 4 "):
-        texts(trunk, heads[0], [longer])
+        for (burst,) in Batch(trunk, heads[0], [longer]).run():
+            seen += burst.tokens
+    assert sorted(seen) == [2, 4, 5, 6]  # all that could come was given
     # One that has ended there idles beside others, and is no reason to stop.
     others = [
         dataclasses.replace(once, max_tokens=20, sampling=SamplerConfig(), seed=s) for s in (2, 3)

@@ -361,6 +361,26 @@ def test_a_long_text_is_looked_through_as_it_grows():
             assert_follows(p[b], np.zeros(30), config, prompts[b], outputs[b])
 
 
+@pytest.mark.parametrize("most", [50, 2**62, 2**63, 10**30])
+def test_counts_beyond_any_text_cost_nothing(most):
+    """No text is so long that the n-gram could repeat, or that it might end."""
+    configs = [
+        SamplerConfig(no_repeat_ngram=2),
+        SamplerConfig(no_repeat_ngram=most),
+        SamplerConfig(min_tokens=most),
+    ]
+    prompts = [[1, 2, 1], [3, 3, 3, 3, 3, 3], [5]]
+    shaper = Shaper(configs, 7, CPU, [(0,)] * 3)
+    history = shaper.begin(prompts)
+    assert history.text is not None and history.text.numel() < 100
+    history.emit([[4, 1], [3], [2, 0]])
+    logits = torch.arange(21.0).view(3, 7) / 10
+    got = shaper(logits, history).dense(7)
+    expected = [{2, 4}, set(), {0}]
+    for row, none in zip(got, expected, strict=True):
+        assert set(np.flatnonzero(row == 0)) == none
+
+
 def test_a_grammar_lets_come_what_it_allows():
     logits = np.random.default_rng(7).normal(size=(2, 6))
     allowed = torch.tensor([[True, False, True, True, False, False], [True] * 6])

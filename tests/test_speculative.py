@@ -389,3 +389,14 @@ def test_verifying_wants_one_more_row_of_the_targets():
     for p, draft, races in (([row], [0], [row] * 2), ([row] * 2, [0], [row]), ([], [], [])):
         with pytest.raises(ValueError, match=f"a draft of {len(draft)} tokens needs one more"):
             verify_draft_coupled(p, draft, races)
+
+
+def test_a_cycle_ends_no_text_before_its_least_length():
+    logits = np.array([5.0, 0.0, 0.0])
+    config = SamplerConfig(min_tokens=4)
+    for seed in range(30):
+        emitted = speculative_decode(
+            logits, logits, config, 3, np.random.default_rng(seed), output_ids=[1], stop_ids=[0]
+        )
+        assert 0 not in emitted[:3]
+        assert len(emitted) == 4

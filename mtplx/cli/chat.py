@@ -75,7 +75,8 @@ class Conversation:
         return True
 
     def _set_depth(self, argument: str) -> None:
-        if not argument.isdecimal():
+        # Python reads no number of thousands of digits, and no depth has more than a few.
+        if not argument.isdecimal() or len(argument) > 9:
             _say(f"the depth is {self.depth}; /depth N takes a number from 0 up")
         elif int(argument) and self.llm.head is None:
             _say(f"{self.llm.name} has no MTP head to draft with")

@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 from mtplx import __version__
-from mtplx.cli import chat, generate, inspect, train
+from mtplx.cli import audit, chat, generate, inspect, train
 from mtplx.errors import MtplxError
 
 FAILED = 1
@@ -77,6 +77,7 @@ app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
 app.command("inspect")(inspect.inspect)
 app.command("train")(train.train)
+app.command("audit")(audit.audit)
 
 
 def _version(wanted: bool) -> None:

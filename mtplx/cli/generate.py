@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mtplx.cli import options, show
+from mtplx.errors import MtplxError
 
 if TYPE_CHECKING:
     from mtplx.llm import Piece, Result
@@ -142,11 +143,16 @@ def _collect(pieces: Iterable[Piece], write: Callable[[str], None]) -> Result:
     from mtplx.llm import Result
 
     texts, tokens, logprobs, last = [], [], [], None
-    for last in pieces:
-        write(last.text)
-        texts.append(last.text)
-        tokens += last.token_ids
-        logprobs += last.logprobs or []
+    try:
+        for last in pieces:
+            write(last.text)
+            texts.append(last.text)
+            tokens += last.token_ids
+            logprobs += last.logprobs or []
+    except MtplxError:
+        if texts:
+            write("\n")  # what went wrong is said on a line of its own
+        raise
     assert last is not None and last.finish_reason is not None
     return Result(
         "".join(texts),

@@ -193,7 +193,10 @@ def read_grammar(schema: Path | None, regex: str | None) -> GrammarSpec | None:
             return GrammarSpec.json_schema(schema.read_text(encoding="utf-8"))
         except (UnicodeError, MtplxError) as error:
             raise typer.BadParameter(f"{schema}: {error}") from None
-    return None if regex is None else GrammarSpec.regex(regex)
+    try:
+        return None if regex is None else GrammarSpec.regex(regex)
+    except MtplxError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def load_llm(

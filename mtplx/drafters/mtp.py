@@ -2,7 +2,7 @@
 
 The head's cache is filled from the trunk's true hidden states for committed tokens. What the head
 writes while it guesses lies past the committed length and is overwritten by the next refill
-(design: committed history only).
+(docs/architecture.md: committed history only).
 """
 
 from __future__ import annotations

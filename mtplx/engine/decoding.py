@@ -220,15 +220,14 @@ class Batch:
         for b, slot in enumerate(slots):
             if slot.finish_reason:
                 continue
-            emitted = slot.take(tokens[b][: accepted[b] + 1])
-            # What is only drafted may come to where the settings leave nothing; the text may not.
-            if void and any(void[b][: len(emitted)]):
-                before = len(slot.output) - len(emitted) + void[b].index(True)
-                why = slot.request.forbidding()
-                raise MtplxError(
-                    f"request {slot.index}: {' and '.join(why)} {'leave' if why[1:] else 'leaves'} "
-                    f"no token to go on with after {before} of the output"
-                )
+            # What is only drafted may come to where the settings leave nothing. The text may not:
+            # it goes up to there, and no further in the next cycle.
+            decided = accepted[b] + 1
+            if void and True in void[b][:decided]:
+                decided = void[b].index(True)
+            if not decided:
+                raise MtplxError(self._nothing_left(b))
+            emitted = slot.take(tokens[b][:decided])
             # All but the correction or bonus, unless the text ends before that.
             kept = min(accepted[b], len(emitted))
             slot.length += len(emitted)
@@ -240,6 +239,18 @@ class Batch:
         emitted_by = {burst.index: burst.tokens for burst in bursts}
         self.histories.emit([emitted_by.get(slot.index, []) for slot in slots])
         return bursts
+
+    def _nothing_left(self, row: int) -> str:
+        """What to say where a request's settings forbid all that could come next."""
+        slot = self.slots[row]
+        why = slot.request.forbidding()
+        follower = self.histories.followers.get(row)
+        fault = follower.constraint.fault if follower else None
+        return (
+            f"request {slot.index}: {' and '.join(why)} {'leave' if why[1:] else 'leaves'} "
+            f"no token to go on with after {len(slot.output)} of the output"
+            f"{f' ({fault})' if fault else ''}"
+        )
 
     def _target(self, output: TrunkOutput, draft: Draft) -> Distributions:
         """What the trunk and the settings make of every position, [B, K + 1, C]."""

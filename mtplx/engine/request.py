@@ -148,7 +148,10 @@ class Stats:
 
     @property
     def mean_acceptance_probability(self) -> float:
-        """Mean of min(1, p / q) over the drafts that were decided."""
+        """Mean probability with which the decided drafts were to be kept by the request's rule.
+
+        min(1, p / q) by `token`; 0 or 1 by `coupled`, whose race leaves nothing to chance.
+        """
         decided = sum(self.decided_by_position)
         return self.acceptance_sum / decided if decided else 0.0
 

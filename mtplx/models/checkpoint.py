@@ -362,7 +362,16 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
         )
 
 
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_SAMPLING = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "typical_p": "typical_p",
+    "repetition_penalty": "repetition_penalty",
+    "no_repeat_ngram_size": "no_repeat_ngram",
+}
+"""transformers' name of each setting, and ours."""
 
 
 def generation_defaults(checkpoint: Checkpoint) -> GenerationDefaults:
@@ -374,7 +383,7 @@ def generation_defaults(checkpoint: Checkpoint) -> GenerationDefaults:
     - `do_sample: true`, or sampling values without a word on it: those values. (transformers
       would ignore them in the second case, but nobody writes a temperature to have it ignored.)
     - `do_sample: false`: temperature 0, which makes the other filters moot, and the repetition
-      penalty, which greedy decoding feels as well.
+      penalty and n-gram rule, which greedy decoding feels as well.
     - Neither: nothing; the checkpoint has no opinion.
     """
     if checkpoint.is_gguf:
@@ -392,9 +401,14 @@ def generation_defaults(checkpoint: Checkpoint) -> GenerationDefaults:
         eos = load_tokenizer(checkpoint).eos_token_id
     eos_token_ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
 
-    sampling = {key: generation[key] for key in _SAMPLING if generation.get(key) is not None}
+    sampling = {
+        ours: generation[theirs]
+        for theirs, ours in _SAMPLING.items()
+        if generation.get(theirs) is not None
+    }
     if generation.get("do_sample") is False:
-        kept = {key: sampling[key] for key in ("repetition_penalty",) if key in sampling}
+        feels = ("repetition_penalty", "no_repeat_ngram")
+        kept = {key: sampling[key] for key in feels if key in sampling}
         sampling = {"temperature": 0.0, **kept}
     return GenerationDefaults(eos_token_ids, sampling)
 

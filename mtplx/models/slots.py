@@ -2,7 +2,7 @@
 
 Keys and values are written at absolute positions into storage allocated beforehand. What lies at
 or past a slot's length is scratch: it is masked out until something is committed over it. Undoing
-a rejected draft is therefore setting a number back (design: rollback is arithmetic).
+a rejected draft is therefore setting a number back (docs/architecture.md).
 """
 
 from __future__ import annotations

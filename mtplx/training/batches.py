@@ -1,4 +1,7 @@
-"""Training batches: answers as rows to learn from, everything before them as context only."""
+"""Training batches: what is to be learnt as rows, everything before it as context only.
+
+What is to be learnt is called the answer here; it holds the question too where the trunk wrote it.
+"""
 
 from __future__ import annotations
 
@@ -117,7 +120,8 @@ def make(
     begins = np.maximum(text.prompt_lengths[which] - 2, 0)
     counts = np.maximum(lengths - 2 - begins, 0)
     hidden = states.trunk.hidden_size
-    size, width, count = len(which), int(begins.max()), max(int(counts.max()), 1)
+    # At least one column of each, if only of padding.
+    size, width, count = len(which), max(int(begins.max()), 1), max(int(counts.max()), 1)
     context = torch.zeros(size, width, 3 * hidden, dtype=torch.bfloat16)
     rows = torch.zeros(size, count, 3 * hidden, dtype=torch.bfloat16)
     targets = torch.zeros(size, count + steps - 1, hidden, dtype=torch.bfloat16)

@@ -67,11 +67,11 @@ _REQUESTS = (
     *("Explain", "Explain how", "Describe", "Compare", "Discuss", "Give me", "Provide", "List"),
     *("What are the main causes of", "Is it true that", "What would happen if", "How can I"),
     *("Write a short story about", "Write an email to", "Draft a", "Compose a", "Write a"),
-    *("Imagine you are", "Imagine yourself as", "Pretend to be", "You are", "Embrace the role of"),
-    *("Write a Python", "Write a function", "Implement", "Develop a", "Fix the following code:\n"),
+    *("Imagine you are", "Pretend to be", "You are", "Act as", "Play the part of"),
+    *("Write a Python", "Write a function", "Implement", "Develop a", "Fix the following code:"),
     *("Extract", "Identify the", "Classify", "Evaluate the following", "Rewrite the following"),
     *("Suggest", "Help me plan", "Design", "Given", "Please", "Edit the following paragraph:"),
-    *("Read the following", "Suppose", "Consider", "Could you", "Do we need", "Some people"),
+    *("Read the following", "Suppose", "Consider", "Could you", "Tell me"),
 )
 
 _NAMES = (

@@ -38,8 +38,9 @@ if TYPE_CHECKING:
     from mtplx.llm import LLM
     from mtplx.models.trunk import Trunk
 
-HELD_OUT_EVERY = 40
-"""One conversation in this many is kept for the report."""
+HELD_OUT_EVERY = 41
+"""One conversation in this many is kept for the report. Odd, because the answers' samplers take
+turns: so all of them are in it."""
 
 ROUND = 512
 """Conversations written between two saves."""

@@ -134,8 +134,8 @@ passes of it. {facts["parameters"] / 1e6:.1f} million parameters, in the `specul
 ## Training
 
 By self-distillation with mtplx on {facts["conversations"]} conversations
-({facts["tokens"]} tokens, {facts["answer_tokens"]} of them answers) that the model wrote, of which
-{facts["held_out_conversations"]} were kept for the table below. {facts["epochs"]} epochs,
+({facts["tokens"]} tokens, {facts["answer_tokens"]} of them to learn from) that the model wrote,
+of which {facts["held_out_conversations"]} were kept for the table below. {facts["epochs"]} epochs,
 {facts["steps"]} steps, {facts["minutes"]} minutes on the CPU. `report.json` has all settings,
 `history.json` the loss of every step.
 

@@ -1,4 +1,4 @@
-"""Conversations as training text: token ids, where each ends, where its answer starts."""
+"""Conversations as training text: token ids, where each ends, where what is learnt starts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class Conversations:
     Attributes:
         tokens: all ids, [N] int32.
         lengths: tokens of each conversation, [C] int32.
-        prompt_lengths: how many of them come before the answer, [C] int32.
+        prompt_lengths: how many of them come before the answer, or before the question where the
+            trunk wrote that as well: what is not to be learnt, [C] int32.
     """
 
     tokens: NDArray[np.int32]

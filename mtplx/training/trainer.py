@@ -35,7 +35,7 @@ class TrainConfig:
     Attributes:
         epochs: passes over the text.
         minutes: wall-clock budget; the schedule ends at whichever of the two comes first.
-        rows: answer tokens in a batch.
+        rows: tokens to learn from in a batch.
         acceptance_from: share of the schedule after which acceptance itself is learnt, too; 0 for
             a head that knows something already.
         matrix_lr: Muon's rate for the matrices inside the head.

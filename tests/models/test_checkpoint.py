@@ -407,6 +407,14 @@ def test_what_is_no_language_model(whole):
         ({"do_sample": True, "temperature": 0.6, "top_k": 20}, {"temperature": 0.6, "top_k": 20}),
         ({"temperature": 0.7, "max_new_tokens": 5}, {"temperature": 0.7}),
         ({"top_p": 0.9, "min_p": 0.1, "top_k": None}, {"top_p": 0.9, "min_p": 0.1}),
+        (
+            {"typical_p": 0.9, "no_repeat_ngram_size": 3},
+            {"typical_p": 0.9, "no_repeat_ngram": 3},
+        ),
+        (
+            {"do_sample": False, "typical_p": 0.9, "no_repeat_ngram_size": 3},
+            {"temperature": 0.0, "no_repeat_ngram": 3},
+        ),
         ({"do_sample": False}, {"temperature": 0.0}),
         (
             {"do_sample": False, "temperature": 0.7, "repetition_penalty": 1.1},

@@ -1,0 +1,338 @@
+"""`mtplx audit`: whether what comes out is what should."""
+
+from __future__ import annotations
+
+import json as json_format
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from mtplx.cli import options, show
+from mtplx.sampling import SamplerConfig, Verifier
+
+if TYPE_CHECKING:
+    from mtplx.audit.run import Audit
+    from mtplx.audit.run import Progress as Report
+    from mtplx.llm import LLM
+
+FAILED = 1
+TEXTS = 1536
+ASSISTED_TEXTS = 512
+"""Where texts are drawn one at a time."""
+
+
+def audit(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            "-m",
+            metavar="MODEL",
+            help=f"As for the other commands, {options.DEFAULT_MODEL} if not given; or the name "
+            "that an endpoint has for it, there the first one.",
+        ),
+    ] = None,
+    head: options.Head = None,
+    depth: options.Depth = None,
+    verifier: Annotated[
+        Verifier | None,
+        typer.Option(help="The rule to audit; block if not given, token with --plant."),
+    ] = None,
+    temperature: Annotated[float, typer.Option(metavar="T", help="Above 0.")] = 0.8,
+    top_p: Annotated[float, typer.Option(metavar="P", help="1 is off.")] = 1.0,
+    top_k: Annotated[int, typer.Option(metavar="K", help="0 is off.")] = 0,
+    min_p: Annotated[float, typer.Option(metavar="P", help="0 is off.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(metavar="R", help="1 is off.")] = 1.0,
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help=f"Texts under speculation, and half as many without; {TEXTS}, or "
+            f"{ASSISTED_TEXTS} where they are drawn one at a time.",
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            min=0, metavar="S", help="0 if not given; an endpoint is sent one only if it is."
+        ),
+    ] = None,
+    engine: Annotated[
+        str,
+        typer.Option(
+            metavar="ENGINE",
+            help="Whose texts: mtplx, transformers, or the http:// or https:// address of an "
+            "OpenAI-compatible endpoint that gives log-probabilities.",
+        ),
+    ] = "mtplx",
+    mode: Annotated[
+        Literal["plain", "mtp", "prompt-lookup", "assistant"],
+        typer.Option(help="Of transformers' generate."),
+    ] = "plain",
+    assistant: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="The model that drafts in mode assistant."),
+    ] = None,
+    plant: Annotated[
+        str | None,
+        typer.Option(metavar="FAULT", help="Break the verifier on purpose; `list` names faults."),
+    ] = None,
+    dtype: options.Dtype = None,
+    device: options.Device = None,
+    json: options.Json = False,
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            "--html", dir_okay=False, writable=True, metavar="FILE", help="Write a page here."
+        ),
+    ] = None,
+) -> None:
+    """Test an engine's texts against the model's exact law. Fails, with code 1, if they leave it.
+
+    Draws many short texts under speculation and without, looks up what distribution each of their
+    tokens should come from, and tests whether it did.
+    """
+    sampling = _sampling(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+    )
+    remote = engine.startswith(("http://", "https://"))
+    _check(engine, remote, mode, assistant, plant, verifier, depth, html)
+    if plant == "list":
+        from mtplx.audit.faults import FAULTS
+
+        for name, what in FAULTS.items():
+            print(f"{name:20}{what}")
+        return
+    if remote:
+        result = _endpoint(engine, model, sampling, samples, seed, depth)
+    else:
+        llm = options.load_llm(model or options.DEFAULT_MODEL, head, dtype, device)
+        depth = llm.depth if depth is None else depth
+        if engine == "mtplx":
+            rule: Verifier = verifier or ("token" if plant else "block")
+            result = _own(llm, sampling, depth, rule, samples or TEXTS, seed or 0, plant)
+        else:
+            count = samples or (TEXTS if mode == "plain" else ASSISTED_TEXTS)
+            result = _transformers(
+                llm, sampling, depth, mode, assistant, (dtype, device), count, seed or 0
+            )
+
+    if html is not None:
+        from mtplx.audit.report import html as page
+
+        html.write_text(page(result), encoding="utf-8")
+    if json:
+        print(json_format.dumps(result.to_dict(), ensure_ascii=False))
+    else:
+        show.console().print(_table(result))
+        print(result.verdict)
+    if not result.passed:
+        raise typer.Exit(FAILED)
+
+
+def _sampling(**settings: Any) -> SamplerConfig:
+    try:
+        return SamplerConfig(**settings)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def _check(
+    engine: str,
+    remote: bool,
+    mode: str,
+    assistant: str | None,
+    plant: str | None,
+    verifier: str | None,
+    depth: int | None,
+    html: Path | None,
+) -> None:
+    """Refuse what does not go together, before anything is loaded."""
+    if not remote and engine not in ("mtplx", "transformers"):
+        raise typer.BadParameter(
+            f"--engine is mtplx, transformers or an address with http://, not {engine!r}"
+        )
+    if engine != "transformers" and (mode != "plain" or assistant):
+        raise typer.BadParameter("--mode and --assistant are for --engine transformers")
+    if (mode == "assistant") != (assistant is not None):
+        raise typer.BadParameter("--mode assistant and --assistant MODEL go together")
+    if engine != "mtplx" and (plant or verifier):
+        raise typer.BadParameter("--plant and --verifier are for this engine's own verifiers")
+    if plant and verifier not in (None, "token"):
+        raise typer.BadParameter("--plant breaks the verifier `token`; leave out --verifier")
+    if html is not None and not html.absolute().parent.is_dir():
+        raise typer.BadParameter(f"--html: there is no directory {html.absolute().parent}")
+
+
+def _own(
+    llm: LLM,
+    sampling: SamplerConfig,
+    depth: int,
+    verifier: Verifier,
+    samples: int,
+    seed: int,
+    plant: str | None,
+) -> Audit:
+    from mtplx.audit.engines import OwnEngine
+    from mtplx.audit.run import PROMPTS, audit
+
+    prompts = [llm.encode(prompt, raw=True) for prompt in PROMPTS]
+    engine = OwnEngine(llm, prompts, sampling, depth, verifier, plant)
+    settings: dict[str, Any] = {"depth": depth}
+    if depth:
+        settings["verifier"] = verifier
+    with _progress() as report:
+        return audit(
+            engine,
+            llm.trunk,
+            prompts,
+            sampling,
+            model=llm.name,
+            depth=depth,
+            samples=samples,
+            seed=seed,
+            settings=settings | _settings(sampling, seed) | _place(llm),
+            fault=plant,
+            progress=report,
+        )
+
+
+def _transformers(
+    llm: LLM,
+    sampling: SamplerConfig,
+    depth: int,
+    mode: Literal["plain", "mtp", "prompt-lookup", "assistant"],
+    assistant: str | None,
+    place: tuple[str | None, str | None],
+    samples: int,
+    seed: int,
+) -> Audit:
+    from mtplx.audit.engines import TransformersEngine
+    from mtplx.audit.run import PROMPTS, audit
+
+    prompts = [llm.encode(prompt, raw=True) for prompt in PROMPTS]
+    drafter = None
+    if assistant is not None:
+        drafter = options.load_llm(assistant, None, *place).trunk.model
+    depth = max(depth, 1)
+    engine = TransformersEngine(llm, prompts, sampling, depth, mode, drafter)
+    settings: dict[str, Any] = {} if mode == "plain" else {"depth": depth}
+    if assistant is not None:
+        settings |= {"assistant": assistant}
+    with _progress() as report:
+        return audit(
+            engine,
+            llm.trunk,
+            prompts,
+            sampling,
+            model=llm.name,
+            depth=depth,
+            samples=samples,
+            seed=seed,
+            settings=settings | _settings(sampling, seed) | _place(llm),
+            progress=report,
+        )
+
+
+def _endpoint(
+    address: str,
+    model: str | None,
+    sampling: SamplerConfig,
+    samples: int | None,
+    seed: int | None,
+    depth: int | None,
+) -> Audit:
+    from mtplx.audit.endpoint import Endpoint
+    from mtplx.audit.run import PROMPTS, audit
+
+    depth = 3 if depth is None else depth
+    engine = Endpoint(address, model, PROMPTS, sampling, seeded=seed is not None)
+    with _progress() as report:
+        return audit(
+            engine,
+            None,
+            [[] for _ in PROMPTS],
+            sampling,
+            model=engine.model,
+            depth=depth,
+            samples=samples or TEXTS,
+            seed=seed or 0,
+            settings=_settings(sampling, seed),
+            progress=report,
+        )
+
+
+def _settings(sampling: SamplerConfig, seed: int | None) -> dict[str, Any]:
+    neutral = show.sampling_settings(SamplerConfig())
+    used = show.sampling_settings(replace(sampling, seed=seed))
+    return {
+        name: value
+        for name, value in used.items()
+        if name in ("temperature", "seed") or value != neutral[name]
+    }
+
+
+def _place(llm: LLM) -> dict[str, Any]:
+    kind = str(llm.trunk.dtype).removeprefix("torch.")
+    return {"dtype": kind, "device": str(llm.trunk.device)}
+
+
+@contextmanager
+def _progress() -> Iterator[Report]:
+    """A bar for each stage of the work, on a terminal."""
+    bars = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+        TimeElapsedColumn(),
+        console=show.console(),
+        disable=not sys.stderr.isatty(),
+    )
+    stages: dict[str, TaskID] = {}
+
+    def report(what: str, done: int, total: int) -> None:
+        if what not in stages:
+            stages[what] = bars.add_task(what, total=total)
+        bars.update(stages[what], completed=done)
+
+    with bars:
+        yield report
+
+
+def _table(audit: Audit) -> Table:
+    from mtplx.audit.report import rounding_words
+
+    table = Table(
+        title=f"{audit.model}, {audit.engine}",
+        caption=rounding_words(audit) if audit.rounding else None,
+    )
+    table.add_column("sample")
+    table.add_column("draws at")
+    for name in ("number", "distance (95%)", "seen from", "least p, adjusted"):
+        table.add_column(name, justify="right")
+    for group in audit.groups:
+        tests = [t for t in audit.tests if (t.sample, t.group) == (group.sample, group.name)]
+        least = min(test.adjusted for test in tests)
+        low, high = group.distance.low, group.distance.high
+        table.add_row(
+            group.sample,
+            group.name,
+            str(group.draws),
+            f"{low:.3f} to {high:.3f}",
+            f"{group.smallest_seen:.3f}",
+            f"{least:.2g}",
+            style="bold red" if least < audit.alpha else None,
+        )
+    return table
