@@ -240,6 +240,12 @@ def test_an_answer_may_have_to_be_of_a_kind(run: Run, tiny: list[object], tmp_pa
     code, out, err = run("generate", "hi", *tiny, "--regex", "(")
     assert (code, out, err.count("\n")) == (1, "", 1)
     assert "the regex cannot be used" in err
+    endless = ["--regex", "[ab]{3}", "--min-tokens", "9"]
+    for depth in ("0", "2"):
+        code, out, err = run("generate", "hi", *tiny, *WARM, *endless, "--depth", depth)
+        assert (code, err.count("\n")) == (1, 1)
+        assert "min_tokens and the grammar leave no token to go on with after 3" in err
+        assert re.fullmatch("[ab]{3}\n", out)  # what was written, on a line of its own
 
 
 def test_a_prompt_from_a_file_or_stdin_is_the_same(
@@ -413,7 +419,8 @@ def test_the_end_of_input_leaves(run: Run, tiny: list[object]) -> None:
 
 
 def test_commands(run: Run, tiny: list[object]) -> None:
-    said = b"/help\n/depth 2\n/depth x\n/depth\n/stats\n/frobnicate\n/quit\n"
+    huge = b"9" * 5000
+    said = b"/help\n/depth 2\n/depth x\n/depth %s\n/depth\n/stats\n/frobnicate\n/quit\n" % huge
     code, out, err = run("chat", *tiny, stdin=said)
     assert (code, out) == (0, "")
     for answer in (

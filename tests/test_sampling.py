@@ -119,6 +119,8 @@ def test_a_config_is_immutable_hashable_and_copies():
         {"banned_tokens": [1.0]},
         {"banned_tokens": [True]},
         {"banned_tokens": 5},
+        {"banned_tokens": np.array(5)},
+        {"forced_tokens": {5, 6}},
         {"banned_tokens": "5"},
         {"banned_tokens": None},
         {"forced_tokens": [3, -1]},
@@ -168,6 +170,13 @@ def test_the_edges_of_every_range_are_allowed():
     ):
         ((name, value),) = setting.items()
         assert getattr(SamplerConfig(**setting), name) == value
+
+
+def test_a_stop_of_minus_1_is_no_token():
+    config = SamplerConfig(suppress_stop=True, min_tokens=1)
+    np.testing.assert_allclose(
+        distribution_from_logits(np.zeros(4), config, stop_ids=[-1, 1, 9]), [1 / 3, 0, 1 / 3, 1 / 3]
+    )
 
 
 # --- distribution_from_logits, against transformers -----------------------------------------------

@@ -292,13 +292,13 @@ def test_too_little_text_is_said_before_it_is_written(model, tmp_path, short, mo
     monkeypatch.setattr(Author, "write", lambda *_: pytest.fail("wrote"))
     result = run("train", tmp_path / "a", "--model", model, "--write", 1)
     assert result.exit_code == 1
-    assert "at least 40 conversations" in result.stderr
+    assert "at least 41 conversations" in result.stderr
     assert not (tmp_path / "a").exists()
 
 
 def test_text_longer_than_the_context_is_refused(model, tmp_path):
-    lengths = np.full(40, 600, np.int32)
-    text = Conversations(np.zeros(40 * 600, np.int32), lengths, lengths // 2)
+    lengths = np.full(41, 600, np.int32)
+    text = Conversations(np.zeros(41 * 600, np.int32), lengths, lengths // 2)
     text.save(tmp_path / "t.npz")
     with pytest.raises(MtplxError, match=r"600 tokens, more than .* 512"):
         begin(model, tmp_path / "run", write=0, text=[tmp_path / "t.npz"])
