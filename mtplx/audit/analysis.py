@@ -96,8 +96,7 @@ def pooled(
                 if name:
                     members.setdefault(name, []).append((spot, rank))
             if before is not None:
-                for name in (position, ALL):
-                    pairs.setdefault(name, []).append((before, rank))
+                pairs.setdefault(position, []).append((before, rank))
             before = rank
     groups, tests = [], []
     for name in sorted(members, key=_order):

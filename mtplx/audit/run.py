@@ -29,14 +29,9 @@ from mtplx.errors import MtplxError
 from mtplx.models.trunk import Trunk
 from mtplx.sampling import SamplerConfig
 
-PROMPTS = (
-    "Dear Sir or Madam,",
-    "She opened the door and",
-    "I think that the best way to learn is",
-    "1, 2, 3, 4, 5,",
-)
-"""Short, since they are only read. Most are open, for there a rule's fault shows; the last one's
-continuation is likely, so that whole drafts are kept and their bonus is seen."""
+PROMPTS = ("When I was young,", "Names: Anna,", "Yesterday I", "A list of words: tree,")
+"""Short, since they are only read. Their continuations are open, and yet now and then guessed: a
+rule's fault does not show where a draft is sure to be kept, nor where it has no chance."""
 
 ALPHA = 0.001
 """Probability with which an exact engine fails an audit."""

@@ -75,7 +75,10 @@ def histogram(u: Array, bins: int) -> Array:
 
 
 def serial_chi_square(first: Array, second: Array, bins: int) -> float:
-    """p-value of pairs that should be uniform on the square: does one tell of the next?"""
+    """p-value of pairs that should be uniform on the square: does one tell of the next?
+
+    No number may be in two pairs; the counts would not be independent.
+    """
     row, column = (np.minimum((u * bins).astype(np.int64), bins - 1) for u in (first, second))
     counts = np.bincount(row * bins + column, minlength=bins * bins).astype(np.float64)
     return chi_square(counts, np.full(bins * bins, len(first) / bins**2))

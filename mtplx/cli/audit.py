@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mtplx.llm import LLM
 
 FAILED = 1
-TEXTS = 1536
+TEXTS = 1024
 ASSISTED_TEXTS = 512
 """Where texts are drawn one at a time."""
 
