@@ -202,6 +202,12 @@ class Follower:
         permitted[stops] = self.constraint.complete
         return permitted
 
+    @property
+    def at_end(self) -> bool:
+        """Whether the text is whole, nothing can follow it, and no token is there to end it."""
+        ended = self.opening == 0 and not self.stop_ids and self.constraint.complete
+        return ended and not self.constraint.allowed().any()
+
     def follow(self, token: int) -> None:
         """Go on with a drafted token."""
         opening = len(self._drafted) < self.opening
@@ -274,6 +280,10 @@ class Histories:
         for row, follower in self.followers.items():
             follower.emit(tokens[row])
         self._masks = []
+
+    def at_end(self, row: int) -> bool:
+        """Whether a constraint says that what was emitted of this row is all there can be."""
+        return row in self.followers and self.followers[row].at_end
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Drop all sequences but these."""

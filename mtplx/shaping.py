@@ -377,7 +377,9 @@ def _check_range(config: SamplerConfig, vocab_size: int) -> None:
         raise MtplxError(str(error)) from None
     for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
         value = getattr(config, name)
-        if abs(value) > LARGEST_SETTING or 0 < abs(value) < 1 / LARGEST_SETTING:
+        # Logits are divided by the first; next to nothing of the others is next to nothing.
+        tiny = name == "repetition_penalty" and value < 1 / LARGEST_SETTING
+        if abs(value) > LARGEST_SETTING or tiny:
             raise MtplxError(f"{name} {value} is beyond what can be computed with here")
     for token, bias in config.bias.items():
         if abs(bias) > LARGEST_SETTING and bias != -torch.inf:

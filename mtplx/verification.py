@@ -156,10 +156,19 @@ def draw(p: Distributions, u: Tensor) -> Tensor:
 
 def _column(weights: Tensor, u: Tensor) -> Tensor:
     cumulative = weights.cumsum(-1, dtype=wide(weights.device))
+    if weights.device.type != "cpu":
+        # Summed in parallel, a sum may differ in its last digit from the one before, with nothing
+        # added; so columns of weight 0 are given that of the column before.
+        cumulative = _flat(weights, cumulative)
     # Scaled by the last sum, u stays below it; the first sum above u is never that of a column
     # of weight 0.
     u = u.to(cumulative.dtype)[:, None] * cumulative[:, -1:]
     return torch.searchsorted(cumulative, u, right=True)[:, 0]
+
+
+def _flat(weights: Tensor, cumulative: Tensor) -> Tensor:
+    """Cumulative sums [R, C] that never fall, and rise only where there is weight."""
+    return torch.where(weights > 0, cumulative, 0.0).cummax(-1).values
 
 
 def verify(p: Distributions, draft: Draft, depths: Tensor, noise: Noise) -> Verdict:

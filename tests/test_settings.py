@@ -349,6 +349,36 @@ def test_settings_that_leave_nothing_are_named_where_the_text_gets_there(trunk, 
         texts(trunk, heads[0], [dead])
 
 
+@pytest.mark.parametrize("verifier", ["token", "block", "coupled"])
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_a_whole_text_without_a_token_to_end_it_ends_there(trunk, heads, depth, verifier):
+    # Two or four tokens of two kinds; behind the second both an end and more are possible.
+    table = {0: {0: 1, 5: 1}, 1: {2: 2, 4: 3}, 2: {6: 1}, 3: {}}
+    for seed in range(20):
+        requests = [
+            Request(
+                (1, 3),
+                SamplerConfig(forced_tokens=(3,)),
+                seed,
+                30,
+                depth,
+                verifier=verifier,
+                grammar=lambda: Machine(table, {2, 3}),
+            ),
+            Request((2,), SamplerConfig(), seed, 40, depth),
+        ]
+        output, bursts = [], []
+        for found in Batch(trunk, heads[0], requests).run():
+            bursts += [burst for burst in found if burst.index == 0]
+        output = [token for burst in bursts for token in burst.tokens]
+        assert [burst.finish_reason for burst in bursts[:-1]] == [None] * (len(bursts) - 1)
+        whole = output[-1] == 4
+        assert bursts[-1].finish_reason == ("stop" if whole else "length")
+        assert output[0] == 3 and output[1] in (0, 5) and 4 not in output[:-1]
+        assert set(output[2:-1:2]) <= {2} and set(output[3:-1:2]) <= {6}
+        assert len(output) == 30 or whole
+
+
 # --- Log-probabilities ----------------------------------------------------------------------------
 
 

@@ -465,6 +465,17 @@ def test_settings_beyond_float32_are_refused_by_name(config):
         Shaper([SamplerConfig(), config], 5, CPU)
 
 
+@pytest.mark.parametrize("name", ["presence_penalty", "frequency_penalty"])
+def test_a_tiny_penalty_is_one(name):
+    logits = torch.tensor([[1.0, 2.0, 3.0]])
+    shaper = Shaper([SamplerConfig(**{name: 1e-6})], 3, CPU)
+    history = shaper.begin([[0]])
+    history.emit([[2] * 1000])
+    taken = 1e-6 * (1000 if name == "frequency_penalty" else 1)
+    expected = torch.tensor([1.0, 2.0, 3.0 - taken], dtype=torch.float64).softmax(0)
+    torch.testing.assert_close(shaper(logits, history).p[0].double(), expected, atol=2e-7, rtol=0)
+
+
 def test_a_bad_row_is_found_in_its_request_and_position():
     logits = torch.zeros(6, 4)
     logits[4, 1] = torch.nan

@@ -216,7 +216,7 @@ class Batch:
 
         # Only the cycle's own time: what a stream's reader does between cycles is not decoding.
         elapsed = time.perf_counter() - started
-        bursts = []
+        emitted: list[list[int]] = [[] for _ in slots]
         for b, slot in enumerate(slots):
             if slot.finish_reason:
                 continue
@@ -227,17 +227,22 @@ class Batch:
                 decided = void[b].index(True)
             if not decided:
                 raise MtplxError(self._nothing_left(b))
-            emitted = slot.take(tokens[b][:decided])
+            emitted[b] = slot.take(tokens[b][:decided])
+        self.histories.emit(emitted)
+        bursts = []
+        for b, (slot, new) in enumerate(zip(slots, emitted, strict=True)):
+            if not new:
+                continue
+            if self.histories.at_end(b):
+                slot.finish_reason = "stop"
             # All but the correction or bonus, unless the text ends before that.
-            kept = min(accepted[b], len(emitted))
-            slot.length += len(emitted)
-            slot.pending = emitted[-1]
-            slot.stats.record(depths[b], kept, len(emitted), probability[b], elapsed)
+            kept = min(accepted[b], len(new))
+            slot.length += len(new)
+            slot.pending = new[-1]
+            slot.stats.record(depths[b], kept, len(new), probability[b], elapsed)
             stats = slot.stats.snapshot()
-            own = logprobs[b][: len(emitted)] if b in logprobs else None
-            bursts.append(Burst(slot.index, emitted, kept, slot.finish_reason, stats, own))
-        emitted_by = {burst.index: burst.tokens for burst in bursts}
-        self.histories.emit([emitted_by.get(slot.index, []) for slot in slots])
+            own = logprobs[b][: len(new)] if b in logprobs else None
+            bursts.append(Burst(slot.index, new, kept, slot.finish_reason, stats, own))
         return bursts
 
     def _nothing_left(self, row: int) -> str:
