@@ -1,11 +1,13 @@
 """Which draws are tested together, and how.
 
 Every group is chosen by what was settled before its draws, so that under the law each of them is
-still a draw from its own law: by position, or by what had happened in the cycle.
+still a draw from its own law: by position, or by what had happened in the cycle. How many of the
+latter there are is itself chance, which over hundreds of texts has next to no weight.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -60,7 +62,8 @@ class Group:
         draws: how many.
         histogram: of where the draws lie in their laws, likeliest first, in equal bins.
         distance: total variation over those bins; that over tokens is no smaller.
-        smallest_seen: distance over the bins that would have been found 9 times out of 10.
+        smallest_seen: distance over the bins that would have been found 9 times out of 10; what
+            leaves the bins as they are, as an exchange of equally likely tokens, this cannot see.
     """
 
     sample: str
@@ -122,8 +125,14 @@ def pooled(
     return groups, tests
 
 
-def _order(name: str) -> tuple[bool, bool, bool, str]:
-    return name == ALL, not name.startswith("position"), name == BONUS, name
+def _order(name: str) -> tuple[bool, bool, bool, int]:
+    number = re.search(r"\d+", name)
+    return (
+        name == ALL,
+        not name.startswith("position"),
+        name == BONUS,
+        int(number[0]) if number else 0,
+    )
 
 
 def _tests(
@@ -157,9 +166,11 @@ def by_prompt(
         after: gives the likely tokens after some prefixes; all with a probability of
             LEAST_EXPECTED / len(texts) must be among them.
     """
+    whole = max((len(text.tokens) for text in texts), default=0)
+    # Draws of probability 0 have a test of their own.
     texts = [text for text in texts if all(spot.p for spot in text.spots)]
     tests = []
-    for name, length in (("first token", 1), ("texts", max(len(t.tokens) for t in texts))):
+    for name, length in (("first token", 1), ("texts", whole)):
         cells = partition(after, len(texts), length)
         counts = dict.fromkeys(cells, 0)
         for text in texts:

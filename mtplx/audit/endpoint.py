@@ -7,6 +7,7 @@ further, or where top-k leaves no more than is listed.
 
 from __future__ import annotations
 
+import http.client
 import json
 import math
 import os
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from mtplx.audit.engines import SLOTS
-from mtplx.audit.law import Laws, Likely, Spot, Text, filters, spot
+from mtplx.audit.law import Laws, Likely, Spot, Text, Token, filters, spot
 from mtplx.errors import MtplxError
 from mtplx.sampling import SamplerConfig, distribution_from_logits
 
@@ -31,6 +32,9 @@ UNREADABLE = "\ufffd"
 
 SECONDS = 120.0
 """An answer may take."""
+
+MOST_MASS = 1.05
+"""Of all that is listed; more is no rounding."""
 
 Listed = Sequence[tuple[str, float]]
 """Texts of likely tokens and their log-probabilities."""
@@ -154,10 +158,16 @@ class Endpoint:
         else:
             shaped = [math.exp(lp) for _, lp in best]
             total = max(1.0, math.fsum(shaped))
+            if total > MOST_MASS:
+                raise MtplxError(
+                    f"{self.address} lists probabilities that come to {total:.3g}: they are no law"
+                )
             shaped = [p / total for p in shaped]
-        return {
-            token: p for (token, _), p in zip(best, shaped, strict=True) if UNREADABLE not in token
-        }
+        law: dict[Token, float] = {}
+        for (token, _), p in zip(best, shaped, strict=True):
+            if UNREADABLE not in token:
+                law[token] = law.get(token, 0.0) + p  # two tokens may have the same text
+        return law
 
     def _first_model(self) -> str:
         try:
@@ -168,20 +178,27 @@ class Endpoint:
     def _call(self, path: str, body: dict[str, Any] | None) -> Any:
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get("OPENAI_API_KEY"):
-            headers["Authorization"] = f"Bearer {key}"
+            headers["Authorization"] = f"Bearer {key.strip()}"
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"{self.address}/{path}", data, headers)
         try:
+            request = urllib.request.Request(f"{self.address}/{path}", data, headers)
             with urllib.request.urlopen(request, timeout=SECONDS) as response:
-                return json.load(response)
+                content = response.read()
         except urllib.error.HTTPError as error:
             detail = " ".join(error.read(500).decode(errors="replace").split())
             message = f"{self.address}/{path} answered {error.code}: {detail or error.reason}"
             if error.code in (400, 422):
                 raise _Refused(message) from None
             raise MtplxError(message) from None
-        except (OSError, ValueError) as error:
-            raise MtplxError(f"{self.address}/{path}: {error}") from None
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            reason = str(error) or type(error).__name__
+            raise MtplxError(f"{self.address}/{path}: {reason}") from None
+        try:
+            return json.loads(content)
+        except ValueError:
+            raise MtplxError(
+                f"{self.address}/{path} answered with something that is no JSON"
+            ) from None
 
 
 class _Refused(Exception):
@@ -211,19 +228,26 @@ def _steps(choice: Any, address: str) -> list[tuple[str, Listed]]:
             return [
                 (
                     str(step["token"]),
-                    [(str(t["token"]), float(t["logprob"])) for t in step["top_logprobs"]],
+                    [(str(t["token"]), _logprob(t["logprob"])) for t in step["top_logprobs"]],
                 )
                 for step in given["content"]
             ]
         listed = given["top_logprobs"]
         return [
-            (str(token), [(str(t), float(lp)) for t, lp in likely.items()])
+            (str(token), [(str(t), _logprob(lp)) for t, lp in likely.items()])
             for token, likely in zip(given["tokens"], listed, strict=True)
         ]
     except (KeyError, TypeError, ValueError, AttributeError):
         raise MtplxError(
             f"{address} gives no log-probabilities that can be read; start it with them"
         ) from None
+
+
+def _logprob(value: Any) -> float:
+    logprob = float(value)
+    if not logprob <= MOST_MASS - 1:
+        raise ValueError(f"{logprob} is the logarithm of no probability")
+    return logprob
 
 
 def _spot(law: Likely, token: str) -> Spot:

@@ -7,13 +7,14 @@ token: a text that may end early is short just where it drew one token, which wo
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 
+from mtplx import __version__
 from mtplx.audit.faults import planted
 from mtplx.audit.law import Laws, Text, filters
 from mtplx.drafters.mtp import Head
@@ -83,12 +84,14 @@ class OwnEngine:
     fault: str | None = None
 
     def __post_init__(self) -> None:
-        self.name = "mtplx"
+        self.name = f"mtplx {__version__}"
         self.speculates = self.depth > 0
         self.laws: list[Laws] | None = None
         self.cycles, self.tokens = 0, 0
-        if self.depth and self.llm.head is None:
-            raise MtplxError(f"{self.llm.name} has no MTP head to draft with; use depth 0")
+        if (self.depth or self.fault) and self.llm.head is None:
+            raise MtplxError(
+                f"{self.llm.name} has no MTP head to draft with; use depth 0, and no fault"
+            )
         if self.fault and not self.depth:
             raise MtplxError("a fault in the verifier shows only under speculation; give a depth")
         if self.fault and self.verifier != "token":
@@ -111,11 +114,12 @@ class OwnEngine:
                 )
                 for s in seeds[start : start + SLOTS]
             ]
-            drafting: AbstractContextManager[Head | None] = nullcontext(llm.head)
-            if self.fault and speculate and llm.head:
+            drafting: AbstractContextManager[Head | None] = nullcontext(llm.head if depth else None)
+            if self.fault and depth and llm.head:
                 drafting = planted(self.fault, llm.head, llm.trunk.vocab_size, self.sampling)
             with drafting as head:
-                yield self._decode(Batch(llm.trunk, head if depth else None, requests), prompt)
+                texts = self._decode(Batch(llm.trunk, head, requests), prompt)
+            yield texts
 
     def _decode(self, batch: Batch, prompt: int) -> list[Text]:
         requests = [slot.request for slot in batch.slots]
@@ -265,16 +269,14 @@ class TransformersEngine:
         return [list(row) for row in texts[:, ids.shape[1] :].tolist()]
 
 
-class _without_defaults:
-    """A model whose generation configuration says nothing, for a while."""
+@contextmanager
+def _without_defaults(model: Any) -> Iterator[None]:
+    """Have the model's generation configuration say nothing, for a while."""
+    from transformers import GenerationConfig
 
-    def __init__(self, model: Any) -> None:
-        self.model, self.config = model, model.generation_config
-
-    def __enter__(self) -> None:
-        from transformers import GenerationConfig
-
-        self.model.generation_config = GenerationConfig()
-
-    def __exit__(self, *_: object) -> None:
-        self.model.generation_config = self.config
+    own = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = own

@@ -7,6 +7,7 @@ of them.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -26,7 +27,10 @@ Token = int | str
 Prefix = tuple[Token, ...]
 
 ROWS = 64
-"""Texts read in one pass of the trunk."""
+"""Texts read in one pass of the trunk, at most."""
+
+LOGITS = 2**25
+"""That a pass has at most, unless one text has more."""
 
 
 class Spot(NamedTuple):
@@ -95,20 +99,24 @@ class TrunkLaws:
         self.likely: Laws = {}
 
     def read(self, texts: Sequence[Text], progress: Callable[[int], None] = lambda _: None) -> None:
-        """Give all texts, of one length, their spots. `progress` is told of texts read."""
+        """Give all texts, of one length, their spots. `progress` is told of texts read.
+
+        Texts that are alike, or differ in their last tokens only, are read once.
+        """
         drawn: dict[Prefix, set[Token]] = {}
         for text in texts:
             for i, token in enumerate(text.tokens):
                 drawn.setdefault(text.tokens[:i], set()).add(token)
         spots: dict[tuple[Prefix, Token], Spot] = {}
+        alike = Counter(text.tokens[:-1] for text in texts)
         done = 0
-        for prefix, p in self._laws(list(dict.fromkeys(text.tokens[:-1] for text in texts))):
+        for prefix, p in self._laws(list(alike)):
             self._keep(prefix, p)
             of_law = moments(p)
             for token in drawn[prefix]:
                 spots[prefix, token] = spot(p, int(token), of_law)
-            if len(prefix) == len(texts[0].tokens) - 1:
-                done += 1
+            if prefix in alike:
+                done += alike[prefix]
                 progress(done)
         for text in texts:
             text.spots = [spots[text.tokens[:i], token] for i, token in enumerate(text.tokens)]
@@ -128,8 +136,7 @@ class TrunkLaws:
         """The law after every prefix of these texts, all of one length, each once."""
         seen: set[Prefix] = set()
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            for start in range(0, len(texts), ROWS):
-                rows = texts[start : start + ROWS]
+            for rows in self._portions(texts):
                 logits = self._logits(rows)
                 wanted: list[tuple[Prefix, torch.Tensor]] = []
                 for row, text in enumerate(rows):
@@ -139,6 +146,13 @@ class TrunkLaws:
                             wanted.append((text[:i], logits[row, i]))
                 # NumPy lets go of the interpreter in its loops, so threads do share the work.
                 yield from pool.map(self._law, wanted)
+
+    def _portions(self, texts: Sequence[Prefix]) -> Iterator[Sequence[Prefix]]:
+        if texts:
+            width = (len(texts[0]) + 1) * self.trunk.vocab_size
+            rows = max(1, min(ROWS, LOGITS // width))
+            for start in range(0, len(texts), rows):
+                yield texts[start : start + rows]
 
     @torch.inference_mode()
     def _logits(self, texts: Sequence[Prefix]) -> torch.Tensor:

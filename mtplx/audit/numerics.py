@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,10 +20,11 @@ TEXTS = 32
 
 @dataclass(frozen=True)
 class Rounding:
-    """Disagreement of passes of 1 token and of `width`.
+    """Disagreement of passes of 1 token a text and of `width`.
 
     Attributes:
         width: tokens of the wider pass.
+        texts: read side by side, at most; a text alone may round differently again.
         places: looked at.
         flips: share of them where another token is the likeliest.
         distance: mean total variation between the two laws.
@@ -32,6 +33,7 @@ class Rounding:
     """
 
     width: int
+    texts: int
     places: int
     flips: float
     distance: float
@@ -50,10 +52,11 @@ def rounding(
 
     Settings that look at histories move both laws alike and are left out.
     """
-    flips, distances, outside = [], [], []
+    flips, distances, outside, most = [], [], [], 0
     for index, prompt in enumerate(prompts):
         read = dict.fromkeys(text.tokens[:-1] for text in texts if text.prompt == index)
         rows = [[*prompt, *(int(t) for t in tokens)] for tokens in list(read)[:TEXTS]]
+        most = max(most, len(rows))
         start = len(prompt) - 1
         for a, b in zip(
             _laws(trunk, sampling, rows, start, 1),
@@ -66,6 +69,7 @@ def rounding(
     distance = np.concatenate(distances)
     return Rounding(
         width,
+        most,
         len(distance),
         float(np.concatenate(flips).mean()),
         float(distance.mean()),
@@ -77,7 +81,7 @@ def rounding(
 @torch.inference_mode()
 def _laws(
     trunk: Trunk, sampling: SamplerConfig, rows: list[list[int]], start: int, width: int
-) -> list[NDArray[np.float64]]:
+) -> Iterator[NDArray[np.float64]]:
     """Laws after every token from `start` on, a row's in passes of `width`; [N, V] for each row."""
     shaping = filters(sampling)
     tokens = torch.tensor(rows, device=trunk.device)
@@ -92,4 +96,4 @@ def _laws(
         output = trunk.forward(part, span, cache)
         assert output.logits is not None
         logits.append(output.logits.float().cpu())
-    return [distribution_from_logits(row.numpy(), shaping) for row in torch.cat(logits, 1)]
+    return (distribution_from_logits(row.numpy(), shaping) for row in torch.cat(logits, 1))

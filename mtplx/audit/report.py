@@ -95,13 +95,15 @@ def rounding_words(audit: Audit) -> str:
     r = audit.rounding
     assert r is not None
     return (
-        f"passes of 1 and of {r.width} tokens differ in the likeliest token at {r.flips:.2%} of "
-        f"{r.places} places, and by a distance of {r.distance:.1e} on average, {r.largest:.1e} at "
-        "most"
+        f"passes of 1 and of {r.width} tokens a text, up to {r.texts} side by side, differ in "
+        f"the likeliest token at {r.flips:.2%} of {r.places} places, and by a distance of "
+        f"{r.distance:.1e} on average, {r.largest:.1e} at most"
     )
 
 
 def _word(value: object) -> str:
+    if isinstance(value, list):
+        return " · ".join(map(_word, value))
     return escape(str(value))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from mtplx import __version__
 from mtplx.audit import statistics
 from mtplx.audit.analysis import (
     BINS,
@@ -22,7 +23,7 @@ from mtplx.audit.analysis import (
     impossible,
     pooled,
 )
-from mtplx.audit.engines import Engine
+from mtplx.audit.engines import BONUS, Engine
 from mtplx.audit.law import Laws, Text, TrunkLaws
 from mtplx.audit.numerics import Rounding, rounding
 from mtplx.errors import MtplxError
@@ -34,7 +35,11 @@ PROMPTS = ("When I was young,", "Names: Anna,", "Yesterday I", "A list of words:
 rule's fault does not show where a draft is sure to be kept, nor where it has no chance."""
 
 ALPHA = 0.001
-"""Probability with which an exact engine fails an audit."""
+"""Probability with which an exact engine fails an audit, or a little more where texts are few: the
+tails of counts in bins that five draws each are expected in are not known so far out."""
+
+ENDED = 0.01
+"""Share of texts that may end early; more draws missing at their ends could pass for a fault."""
 
 Progress = Callable[[str, int, int], None]
 """Is told what is being done, how much of it is done, and how much there is."""
@@ -47,7 +52,7 @@ class Audit:
     Attributes:
         engine: whose texts they were.
         model: its name.
-        settings: depth, verifier, sampler, seed and whatever else the texts depend on.
+        settings: depth, verifier, sampler, seed, prompts and whatever else the texts depend on.
         fault: planted, or None.
         length: tokens of each text.
         texts: how many, by sample.
@@ -93,12 +98,16 @@ class Audit:
 
     @property
     def smallest_seen(self) -> float:
-        """Distance that would have been found at whichever position it was."""
-        return max(
+        """Distance that would have been found, 9 times in 10, at whichever position it was.
+
+        Over bins of likelihood, see `Group`. 1 where no position has draws enough.
+        """
+        positions = (
             group.smallest_seen
             for group in self.groups
             if group.sample == self.main and group.name.startswith("position")
         )
+        return max(positions, default=1.0)
 
     @property
     def verdict(self) -> str:
@@ -106,8 +115,8 @@ class Audit:
         if self.passed:
             return (
                 f"PASS: {self.texts[self.main]} texts follow the exact law in {len(self.tests)} "
-                f"tests; a distance of {self.smallest_seen:.3f} at any one position would have "
-                "been seen"
+                f"tests; {self.smallest_seen:.3f} of the mass moved between likelier and rarer "
+                "tokens, at any one position, would be found 9 times in 10"
             )
         worst = self.failures[0]
         failed = {test.sample for test in self.failures}
@@ -118,6 +127,10 @@ class Audit:
             why = "; plain decoding follows it"
         elif SPECULATION in self.texts:
             why = "; speculation was not seen to leave it"
+        # Batches of another size round differently again than what was measured, and a small
+        # temperature makes much of it.
+        if PLAIN in failed and self.rounding and not self.settings.get("deterministic"):
+            why += "; rounding may be: try float32, or this engine's deterministic mode"
         return (
             f"FAIL: {worst.sample} leaves the exact law, most clearly at {worst.group} "
             f"({worst.name}, {_p_words(worst.adjusted)}){why}"
@@ -128,8 +141,13 @@ class Audit:
         answer = asdict(self)
         for group, found in zip(answer["groups"], self.groups, strict=True):
             group["distance"] = found.distance._asdict()
-        judged = {"verdict": self.verdict, "passed": self.passed}
-        return judged | {"smallest_seen": self.smallest_seen} | answer
+        return {
+            "mtplx": __version__,
+            "verdict": self.verdict,
+            "passed": self.passed,
+            "smallest_seen": self.smallest_seen,
+            **answer,
+        }
 
 
 def _p_words(p: float) -> str:
@@ -164,35 +182,44 @@ def audit(
         model: its name, for the report.
         depth: of a draft. The texts are three tokens longer: beside a whole draft and its bonus
             they hold what follows those, and one token more.
-        samples: texts; of an engine that speculates as many under speculation, and half as many
-            without.
+        samples: texts, as many of each prompt; of an engine that speculates so many under
+            speculation, and half as many without.
         seed: of the texts, and of the tests' own randomness.
         settings: for the report.
         fault: planted, for the report.
         progress: is told how far it is.
     Raises:
-        MtplxError: too few samples, greedy settings, or whatever the engine raises.
+        MtplxError: too few samples, greedy settings, a prompt that leaves the model's context no
+            room, texts that end early, or whatever the engine raises.
     """
     started = time.perf_counter()
     count, length = samples // len(prompts), depth + 3
     if count < FEWEST:
         raise MtplxError(
-            f"{samples} texts are too few to say anything; draw {FEWEST * len(prompts)} or more"
+            f"{samples} texts of {len(prompts)} prompts are too few to say anything; draw "
+            f"{FEWEST * len(prompts)} or more"
         )
     if sampling.temperature == 0:
         raise MtplxError(
             "at temperature 0 nothing is drawn, so there is no distribution to audit; "
             "give a temperature above 0"
         )
+    for i, prompt in enumerate(prompts):
+        if trunk is not None and len(prompt) + length > trunk.context:
+            raise MtplxError(
+                f"prompt {i + 1} has {len(prompt)} tokens; with {length} more it does not fit into "
+                f"the model's context of {trunk.context}"
+            )
     kinds = [SPECULATION, PLAIN] if engine.speculates else [PLAIN]
     drawn = _draw(engine, kinds, len(prompts), count, length, seed, progress)
+    _check_lengths(drawn, length)
     laws: list[After] = []
     measured = None
     if engine.laws is not None:
         laws = [_known(of_prompt) for of_prompt in engine.laws]
     elif trunk is not None:
         laws = _look_up(trunk, sampling, prompts, drawn, count, progress)
-        width = depth + 1 if depth else length
+        width = depth + 1 if engine.speculates else length
         measured = rounding(trunk, sampling, prompts, drawn[kinds[0]], width)
 
     rng = np.random.default_rng([seed, 1])
@@ -223,7 +250,7 @@ def audit(
         tests,
         measured,
         engine.tokens_per_cycle,
-        engine.notes(),
+        [*engine.notes(), *_untested(drawn, groups)],
         time.perf_counter() - started,
     )
 
@@ -250,6 +277,30 @@ def _draw(
     return drawn
 
 
+def _check_lengths(drawn: dict[str, list[Text]], length: int) -> None:
+    texts = [text for of_kind in drawn.values() for text in of_kind]
+    ended = sum(len(text.tokens) < length for text in texts)
+    if ended > ENDED * len(texts):
+        raise MtplxError(
+            f"{ended} of {len(texts)} texts ended before their {length} tokens, and what ended "
+            "them is not known: too many to judge the others; choose prompts that go on"
+        )
+
+
+def _untested(drawn: dict[str, list[Text]], groups: Sequence[Group]) -> list[str]:
+    """What speculation is about, and was too rare to be tested."""
+    texts = drawn.get(SPECULATION, [])
+    if not any(any(text.stages) for text in texts):
+        return []
+    if (SPECULATION, BONUS) in ((group.sample, group.name) for group in groups):
+        return []
+    count = sum(text.stages.count(BONUS) for text in texts)
+    return [
+        f"whole drafts were kept {count} times, too seldom to test the token after one by itself; "
+        "draw more texts, or choose another depth, temperature or prompt"
+    ]
+
+
 def _look_up(
     trunk: Trunk,
     sampling: SamplerConfig,
@@ -274,4 +325,5 @@ def _look_up(
 
 
 def _known(laws: Laws) -> After:
+    """Of an endpoint, whose laws are known only behind prefixes that it drew."""
     return lambda prefixes: laws

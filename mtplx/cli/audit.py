@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json as json_format
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -62,7 +63,19 @@ def audit(
     seed: Annotated[
         int | None,
         typer.Option(
-            min=0, metavar="S", help="0 if not given; an endpoint is sent one only if it is."
+            min=0,
+            max=2**64 - 1,
+            metavar="S",
+            help="0 if not given; an endpoint is sent one only if it is.",
+        ),
+    ] = None,
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--prompt",
+            metavar="TEXT",
+            help="What the texts continue, as it is, without chat template; several times for "
+            "several prompts. If not given, four short ones.",
         ),
     ] = None,
     engine: Annotated[
@@ -87,6 +100,7 @@ def audit(
     ] = None,
     dtype: options.Dtype = None,
     device: options.Device = None,
+    deterministic: options.Deterministic = False,
     json: options.Json = False,
     html: Annotated[
         Path | None,
@@ -107,39 +121,82 @@ def audit(
         min_p=min_p,
         repetition_penalty=repetition_penalty,
     )
-    remote = engine.startswith(("http://", "https://"))
-    _check(engine, remote, mode, assistant, plant, verifier, depth, html)
-    if plant == "list":
-        from mtplx.audit.faults import FAULTS
-
-        for name, what in FAULTS.items():
-            print(f"{name:20}{what}")
+    remote = engine.lower().startswith(("http://", "https://"))
+    loaded = {
+        "--head": head,
+        "--dtype": dtype,
+        "--device": device,
+        "--deterministic": deterministic,
+    }
+    given = [name for name, value in loaded.items() if value]
+    _check(engine, remote, mode, assistant, plant, verifier, given, html)
+    if plant and _only_lists_faults(plant):
         return
+    prompts = _prompts(prompt)
     if remote:
-        result = _endpoint(engine, model, sampling, samples, seed, depth)
+        result = _endpoint(engine, model, prompts, sampling, samples, seed, depth)
     else:
-        llm = options.load_llm(model or options.DEFAULT_MODEL, head, dtype, device)
+        llm = options.load_llm(model or options.DEFAULT_MODEL, head, dtype, device, deterministic)
         depth = llm.depth if depth is None else depth
         if engine == "mtplx":
             rule: Verifier = verifier or ("token" if plant else "block")
-            result = _own(llm, sampling, depth, rule, samples or TEXTS, seed or 0, plant)
+            result = _own(llm, prompts, sampling, depth, rule, samples or TEXTS, seed or 0, plant)
         else:
             count = samples or (TEXTS if mode == "plain" else ASSISTED_TEXTS)
             result = _transformers(
-                llm, sampling, depth, mode, assistant, (dtype, device), count, seed or 0
+                llm, prompts, sampling, depth, mode, assistant, (dtype, device), count, seed or 0
             )
+    if head:
+        result.settings["head"] = head
+    if deterministic:
+        result.settings["deterministic"] = True
+    result.settings["prompts"] = prompts
 
+    # The page last: where it cannot be written, the work is not lost.
+    if json:
+        print(json_format.dumps(result.to_dict(), ensure_ascii=False, allow_nan=False))
+    else:
+        show.console().print(_table(result))
+        for note in result.notes:
+            print(f"note: {note}", file=sys.stderr)
+        print(result.verdict)
     if html is not None:
         from mtplx.audit.report import html as page
 
-        html.write_text(page(result), encoding="utf-8")
-    if json:
-        print(json_format.dumps(result.to_dict(), ensure_ascii=False))
-    else:
-        show.console().print(_table(result))
-        print(result.verdict)
+        # A path may hold bytes that are no text.
+        html.write_text(page(result), encoding="utf-8", errors="replace")
     if not result.passed:
         raise typer.Exit(FAILED)
+
+
+def _only_lists_faults(plant: str) -> bool:
+    from mtplx.audit.faults import FAULTS
+
+    if plant == "list":
+        for name, what in FAULTS.items():
+            print(f"{name:20}{what}")
+        return True
+    if plant not in FAULTS:
+        raise typer.BadParameter(f"--plant: no fault {plant!r}; there are {', '.join(FAULTS)}")
+    return False
+
+
+def _prompts(given: list[str] | None) -> list[str]:
+    """Those given, checked before anything is loaded, or the usual ones."""
+    if not given:
+        from mtplx.audit.run import PROMPTS
+
+        return list(PROMPTS)
+    for text in given:
+        try:
+            text.encode()
+        except UnicodeError:
+            raise typer.BadParameter("--prompt: it is not UTF-8 text") from None
+        if not text:
+            raise typer.BadParameter("--prompt: it is empty")
+    if len(set(given)) < len(given):
+        raise typer.BadParameter("--prompt: one is given twice; draw more --samples instead")
+    return given
 
 
 def _sampling(**settings: Any) -> SamplerConfig:
@@ -156,7 +213,7 @@ def _check(
     assistant: str | None,
     plant: str | None,
     verifier: str | None,
-    depth: int | None,
+    given: Sequence[str],
     html: Path | None,
 ) -> None:
     """Refuse what does not go together, before anything is loaded."""
@@ -170,6 +227,11 @@ def _check(
         raise typer.BadParameter("--mode assistant and --assistant MODEL go together")
     if engine != "mtplx" and (plant or verifier):
         raise typer.BadParameter("--plant and --verifier are for this engine's own verifiers")
+    if remote and given:
+        raise typer.BadParameter(f"{given[0]} is for models that are loaded here")
+    own = {"--head", "--deterministic"}.intersection(given)
+    if engine == "transformers" and own:
+        raise typer.BadParameter(f"{min(own)} is for this engine's own texts")
     if plant and verifier not in (None, "token"):
         raise typer.BadParameter("--plant breaks the verifier `token`; leave out --verifier")
     if html is not None and not html.absolute().parent.is_dir():
@@ -178,6 +240,7 @@ def _check(
 
 def _own(
     llm: LLM,
+    texts: Sequence[str],
     sampling: SamplerConfig,
     depth: int,
     verifier: Verifier,
@@ -186,9 +249,9 @@ def _own(
     plant: str | None,
 ) -> Audit:
     from mtplx.audit.engines import OwnEngine
-    from mtplx.audit.run import PROMPTS, audit
+    from mtplx.audit.run import audit
 
-    prompts = [llm.encode(prompt, raw=True) for prompt in PROMPTS]
+    prompts = [llm.encode(text, raw=True) for text in texts]
     engine = OwnEngine(llm, prompts, sampling, depth, verifier, plant)
     settings: dict[str, Any] = {"depth": depth}
     if depth:
@@ -211,6 +274,7 @@ def _own(
 
 def _transformers(
     llm: LLM,
+    texts: Sequence[str],
     sampling: SamplerConfig,
     depth: int,
     mode: Literal["plain", "mtp", "prompt-lookup", "assistant"],
@@ -220,9 +284,9 @@ def _transformers(
     seed: int,
 ) -> Audit:
     from mtplx.audit.engines import TransformersEngine
-    from mtplx.audit.run import PROMPTS, audit
+    from mtplx.audit.run import audit
 
-    prompts = [llm.encode(prompt, raw=True) for prompt in PROMPTS]
+    prompts = [llm.encode(text, raw=True) for text in texts]
     drafter = None
     if assistant is not None:
         drafter = options.load_llm(assistant, None, *place).trunk.model
@@ -249,21 +313,22 @@ def _transformers(
 def _endpoint(
     address: str,
     model: str | None,
+    prompts: Sequence[str],
     sampling: SamplerConfig,
     samples: int | None,
     seed: int | None,
     depth: int | None,
 ) -> Audit:
     from mtplx.audit.endpoint import Endpoint
-    from mtplx.audit.run import PROMPTS, audit
+    from mtplx.audit.run import audit
 
     depth = 3 if depth is None else depth
-    engine = Endpoint(address, model, PROMPTS, sampling, seeded=seed is not None)
+    engine = Endpoint(address, model, prompts, sampling, seeded=seed is not None)
     with _progress() as report:
         return audit(
             engine,
             None,
-            [[] for _ in PROMPTS],
+            [[] for _ in prompts],
             sampling,
             model=engine.model,
             depth=depth,
@@ -315,7 +380,7 @@ def _table(audit: Audit) -> Table:
     from mtplx.audit.report import rounding_words
 
     table = Table(
-        title=f"{audit.model}, {audit.engine}",
+        title=escape(f"{audit.model}, {audit.engine}"),
         caption=rounding_words(audit) if audit.rounding else None,
     )
     table.add_column("sample")

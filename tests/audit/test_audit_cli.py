@@ -9,8 +9,11 @@ import pytest
 import tiny_checkpoint
 from test_audit_endpoint import Server
 
+from mtplx import __version__
 from mtplx.audit.faults import FAULTS
+from mtplx.audit.run import PROMPTS
 from mtplx.cli import main
+from mtplx.llm import LLM
 
 
 @pytest.fixture
@@ -64,6 +67,7 @@ def test_an_exact_engine_ends_with_0_a_line_and_a_page(run, tiny, tmp_path):
     assert "bonus" in err and "position 4" in err and "passes of 1 and of 2 tokens" in err
     text = page.read_text()
     parsed = Page(text)
+    assert " · ".join(PROMPTS) in text
     assert parsed.references == [] and "url(" not in text and "@import" not in text
     assert parsed.tags.count("svg") >= 3
     words = " ".join(parsed.words)
@@ -86,7 +90,10 @@ def test_a_planted_fault_ends_with_1_and_says_so_in_json_and_page(run, tiny, tmp
         "seed": 0,
         "dtype": "float32",
         "device": "cpu",
+        "head": str(tiny[3]),
+        "prompts": list(PROMPTS),
     }
+    assert answer["engine"] == f"mtplx {__version__}" and answer["mtplx"] == __version__
     assert answer["texts"] == {"speculation": 800, "plain": 400}
     group = answer["groups"][0]
     assert group["distance"].keys() == {"estimate", "noise", "low", "high"}
@@ -104,24 +111,63 @@ def test_faults_are_listed(run):
     assert [line.split()[0] for line in out.splitlines()] == list(FAULTS)
 
 
-@pytest.fixture
-def one_prompt(monkeypatch):
-    """A quarter of the work."""
-    monkeypatch.setattr("mtplx.audit.run.PROMPTS", ("Once upon a time",))
+ONE_PROMPT = ("--prompt", "Once upon a time")
+"""A quarter of the work."""
 
 
-def test_transformers_generate(run, tiny, one_prompt):
-    code, out, _ = run(*tiny[:2], "--engine", "transformers", "--samples", 200, "--json")
+def test_own_prompts_are_continued_as_they_are(run, tiny, monkeypatch):
+    asked = []
+    monkeypatch.setattr(LLM, "encode", lambda self, *args, **how: asked.append((args, how)) or [5])
+    code, out, _ = run(*tiny, "--samples", 200, "--prompt", "<b>", "--prompt", " x ", "--json")
+    answer = json.loads(out)
+    assert code == 0 and answer["settings"]["prompts"] == ["<b>", " x "]
+    assert asked == [(("<b>",), {"raw": True}), ((" x ",), {"raw": True})]
+    assert answer["texts"] == {"speculation": 200, "plain": 100}
+    assert {test["group"] for test in answer["tests"] if test["name"] == "texts"} == {
+        "prompt 1",
+        "prompt 2",
+    }
+
+
+def test_deterministic_passes_differ_in_no_bit(run, tiny):
+    options = ["--depth", 0, "--samples", 100, "--deterministic", "--json"]
+    code, out, _ = run(*tiny[:-2], *ONE_PROMPT, *options)
+    answer = json.loads(out)
+    assert code == 0 and answer["settings"]["deterministic"] is True
+    assert answer["rounding"]["largest"] == 0 and answer["rounding"]["places"] > 20
+
+
+def test_a_page_that_cannot_be_written_costs_no_verdict(run, tiny):
+    code, out, err = run(*tiny, *ONE_PROMPT, "--samples", 100, "--html", "/dev/full")
+    assert code == 1 and out.startswith("PASS") and err.endswith("No space left on device\n")
+
+
+def test_notes_are_told(run, tiny):
+    code, _, err = run(*tiny, *ONE_PROMPT, "--samples", 100, "--top-k", 1)
+    assert code == 0 and "\nnote: whole drafts were kept " in err
+
+
+def test_a_name_is_no_markup(run, tmp_path):
+    model = tiny_checkpoint.write(tmp_path / "[bold]" / "[")
+    code, _, err = run("--model", model, *ONE_PROMPT, "--samples", 100, "--dtype", "float32")
+    assert code == 0 and "[bold]/[" in "".join(err.split())
+
+
+def test_transformers_generate(run, tiny):
+    code, out, _ = run(
+        *tiny[:2], *ONE_PROMPT, "--engine", "transformers", "--samples", 200, "--json"
+    )
     answer = json.loads(out)
     assert code == 0 and answer["engine"].startswith("transformers")
     assert list(answer["texts"]) == ["plain"]
 
 
-def test_an_assistant(run, tiny, one_prompt):
+def test_an_assistant(run, tiny):
     code, out, _ = run(
         *tiny[:2],
         *("--engine", "transformers", "--mode", "assistant", "--assistant", tiny[1]),
         *("--samples", 100, "--depth", 1, "--json"),
+        *ONE_PROMPT,
     )
     answer = json.loads(out)
     assert code == (0 if answer["passed"] else 1)
@@ -131,9 +177,11 @@ def test_an_assistant(run, tiny, one_prompt):
 def test_an_endpoint(run):
     with Server() as server:
         code, out, err = run(
-            *("--engine", server.address, "--temperature", 1, "--samples", 400, "--depth", 0)
+            *("--engine", server.address.replace("http", "HTTP"), "--temperature", 1),
+            *("--samples", 200, "--depth", 0, "--prompt", "Hé", "--prompt", "two"),
         )
-    assert code == 0 and out.startswith("PASS") and "served" in err
+    assert code == 0 and out.startswith("PASS: 200 texts") and "served" in err
+    assert {body["prompt"] for body in server.bodies} == {"Hé", "two"}
 
 
 @pytest.mark.parametrize(
@@ -147,6 +195,15 @@ def test_an_endpoint(run):
         (["--html", "no/such/place/x.html"], "there is no directory"),
         (["--temperature", "-1"], "temperature must be 0"),
         (["--samples", "0"], "--samples"),
+        (["--seed", str(2**64)], "--seed"),
+        (["--plant", "bad-luck"], "there are raw-logits-as-q"),
+        (["--prompt", "x", "--prompt", ""], "--prompt: it is empty"),
+        (["--prompt", "x", "--prompt", "x"], "--prompt: one is given twice"),
+        (["--prompt", "\udcff"], "--prompt: it is not UTF-8"),
+        (["--engine", "http://x", "--deterministic"], "--deterministic is for models that are lo"),
+        (["--engine", "http://x", "--dtype", "float32"], "--dtype is for models that are loaded"),
+        (["--engine", "transformers", "--deterministic"], "--deterministic is for this engine's"),
+        (["--engine", "transformers", "--head", "x"], "--head is for this engine's own texts"),
     ],
 )
 def test_wrong_usage_is_2_and_loads_nothing(run, monkeypatch, arguments, complaint):
@@ -165,8 +222,8 @@ def test_what_cannot_be_audited_is_one_line(run, tiny):
     )
 
 
-def test_progress_is_shown_on_a_terminal(run, tiny, one_prompt, monkeypatch):
+def test_progress_is_shown_on_a_terminal(run, tiny, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    code, _, err = run(*tiny, "--samples", 100)
+    code, _, err = run(*tiny, *ONE_PROMPT, "--samples", 100)
     assert code == 0
     assert "drawing, speculation" in err and "looking up the law" in err and "100/100" in err

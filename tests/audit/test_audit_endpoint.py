@@ -27,7 +27,8 @@ def law(prompt, tokens):
 class Server:
     """An endpoint. `draws_from` gives the law that it really draws from."""
 
-    def __init__(self, draws_from=lambda p, body: p, form="lists", limit=20, **knows):
+    def __init__(self, draws_from=lambda p, body: p, form="lists", limit=20, end=7, **knows):
+        self.end = end  # the word that ends a text
         self.draws_from, self.form, self.limit, self.knows = draws_from, form, limit, knows
         self.rng = np.random.default_rng(0)
         self.bodies, self.keys = [], set()
@@ -48,7 +49,7 @@ class Server:
                 self.answer(*server.complete(body))
 
             def answer(self, code, content):
-                data = json.dumps(content).encode()
+                data = server.knows.get("bytes", json.dumps(content).encode())
                 self.send_response(code)
                 self.send_header("Content-Length", str(len(data)))
                 self.end_headers()
@@ -72,7 +73,8 @@ class Server:
             return 422, {"error": f"at most {self.limit} logprobs"}
         if self.form == "broken":
             return 500, {"error": "out of order"}
-        return 200, {"choices": [self.choice(body) for _ in range(min(body["n"], 40))]}
+        change = self.knows.get("change", lambda choice: choice)
+        return 200, {"choices": [change(self.choice(body)) for _ in range(min(body["n"], 40))]}
 
     def choice(self, body):
         tokens, logprobs, likely = [], [], []
@@ -80,7 +82,7 @@ class Server:
             p = law(body["prompt"], tokens)
             actual = np.asarray(self.draws_from(p, body))
             token = int(self.rng.choice(len(WORDS), p=actual / actual.sum()))
-            if token == 7 and not body.get("ignore_eos"):
+            if token == self.end and not body.get("ignore_eos"):
                 break
             best = np.argsort(-p)[: body["logprobs"]].tolist()
             best += [token] * (token not in best)  # as some endpoints do
@@ -99,7 +101,7 @@ class Server:
             return {"text": "".join(tokens), "logprobs": {"content": steps}}
         if self.form == "none":
             return {"text": "".join(tokens), "logprobs": None}
-        lists = {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": likely}
+        lists = {"tokens": tokens, "top_logprobs": likely}
         return {"text": "".join(tokens), "logprobs": lists}
 
 
@@ -158,14 +160,87 @@ def test_top_k_and_temperature_are_applied_to_what_is_listed():
 
 
 def test_an_older_api_is_asked_for_less():
-    with Server(limit=5, ignore_eos=False) as server:
+    with Server(limit=5, end=None, ignore_eos=False) as server:
         audit = measure(server)
         with pytest.raises(MtplxError, match=r"lists 5 tokens a position; --top-k"):
             measure(server, SamplerConfig(top_k=6))
     asked = [(body.get("ignore_eos"), body["logprobs"]) for body in server.bodies[:5]]
     assert asked == [(True, 20), (True, 5), (None, 20), (None, 5), (None, 5)]
-    # Texts end at word 7 then, and what ended them is missing.
-    assert "texts ended early" in audit.notes[0]
+    assert audit.passed and audit.notes == []
+
+
+def test_a_text_may_end_early_but_not_many():
+    """What ended them is missing, which would look like a fault."""
+    seen = []
+
+    def change(choice):
+        seen.append(choice)
+        if len(seen) % 100 == 0:  # as many as may be
+            del choice["logprobs"]["tokens"][1:], choice["logprobs"]["top_logprobs"][1:]
+        return choice
+
+    with Server(change=change) as server:
+        audit = measure(server)
+    assert audit.passed and audit.notes[0].startswith("4 texts ended early")
+    with (
+        Server(ignore_eos=False) as server,
+        pytest.raises(MtplxError, match=r"\d\d of 400 texts ended before their 3 tokens"),
+    ):
+        measure(server)
+
+
+def test_tokens_of_the_same_text_count_as_one():
+    def alike(choice):
+        logprobs = choice["logprobs"]["content"]
+        for step in logprobs:
+            for listed in (step, *step["top_logprobs"]):
+                listed["token"] = listed["token"][:3]  # w0, w1 or w2
+        return choice
+
+    with Server(form="steps", change=alike) as server:
+        engine = Endpoint(server.address, None, PROMPTS, PLAIN)
+        (texts,) = engine.draw(0, 40, 1, 0, False)
+        p = law("one", [])
+        tens = [p[i : i + 10].sum() for i in (0, 10, 20)]
+        listed = engine.laws[0][()]
+    assert [listed[f" w{i}"] for i in range(3)] == pytest.approx(tens, abs=0.01)
+    for text in texts:
+        rest = 1 - sum(listed.values())
+        assert text.spots[0].p == pytest.approx(listed.get(text.tokens[0], rest))
+
+
+@pytest.mark.parametrize(
+    ("logprob", "complaint"),
+    [
+        (math.nan, "no log-probabilities that can be read"),
+        (math.inf, "no log-probabilities that can be read"),
+        (1000, "no log-probabilities that can be read"),
+        ("much", "no log-probabilities that can be read"),
+        (None, "no log-probabilities that can be read"),
+        (0, "come to 20: they are no law"),
+    ],
+)
+def test_log_probabilities_that_are_none_are_refused(logprob, complaint):
+    def change(choice):
+        for listed in choice["logprobs"]["top_logprobs"]:
+            listed.update(dict.fromkeys(listed, logprob))
+        return choice
+
+    with Server(change=change) as server, pytest.raises(MtplxError, match=complaint):
+        measure(server)
+
+
+def test_a_certain_token_beside_impossible_ones_is_a_law():
+    def change(choice):
+        for token, listed in zip(*choice["logprobs"].values(), strict=True):
+            listed.update(dict.fromkeys(listed, -math.inf) | {token: 0})
+        return choice
+
+    for sampling in (PLAIN, SamplerConfig(top_k=3)):
+        with Server(change=change) as server:
+            engine = Endpoint(server.address, None, PROMPTS, sampling)
+            for text in next(engine.draw(0, 40, 2, 0, False)):
+                assert [spot.p for spot in text.spots] == [1, 1]
 
 
 def test_one_that_refuses_every_way_is_quoted():
@@ -193,11 +268,20 @@ def test_a_key_is_passed_on(monkeypatch):
         (Server(form="none"), "gives no log-probabilities"),
         (Server(form="broken"), "answered 500.*out of order"),
         (Server(models=False), "names no model; give its name"),
+        (Server(bytes=b"<html>"), "/v1/models answered with something that is no JSON"),
+        (Server(bytes=b"\xff"), "/v1/models answered with something that is no JSON"),
+        (Server(bytes=b"3"), "names no model; give its name"),
     ],
 )
 def test_what_an_endpoint_lacks_is_said(server, complaint):
     with server, pytest.raises(MtplxError, match=complaint):
         measure(server)
+
+
+@pytest.mark.parametrize("address", ["http://", "http://[x", "http://a b", "http://a:b"])
+def test_an_address_that_is_none_is_one_line(address):
+    with pytest.raises(MtplxError, match=r"/v1/models: \S"):
+        Endpoint(address, None, PROMPTS, PLAIN)
 
 
 def test_nobody_there():

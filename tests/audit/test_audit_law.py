@@ -46,7 +46,7 @@ def test_every_spot_is_that_of_a_pass_of_its_own(trunk, sampling, prompt):
     texts = [Text(0, t, (None,) * 3) for t in itertools.product(range(VOCAB), repeat=3)]
     told = []
     TrunkLaws(trunk, sampling, prompt, 0.0).read(texts, told.append)
-    assert told == sorted(told) and told[-1] == VOCAB**2
+    assert told == sorted(told) and told[-1] == len(texts)
     for text in texts[::7]:
         for i, (token, spot) in enumerate(zip(text.tokens, text.spots, strict=True)):
             p = direct(trunk, sampling, prompt, text.tokens[:i])
@@ -68,6 +68,27 @@ def surprise(p, token):
     off = information - stats.entropy(p)
     mine = off[token] if p[token] else np.inf
     return mine, (p * off**2).sum(), (p * off**3).sum()
+
+
+def test_texts_are_read_in_passes_of_no_more_than_so_many_logits(trunk, monkeypatch):
+    texts = [Text(0, t, (None,) * 3) for t in itertools.product(range(VOCAB), repeat=3)]
+    TrunkLaws(trunk, SETTINGS[0], (1,), 0.0).read(texts)
+    at_once = [text.spots for text in texts]
+    shapes = []
+
+    class Watched(TrunkLaws):
+        def _logits(self, rows):
+            logits = super()._logits(rows)
+            shapes.append(tuple(logits.shape))
+            return logits
+
+    for most, rows in ((4 * 3 * VOCAB, 4), (1, 1)):
+        monkeypatch.setattr("mtplx.audit.law.LOGITS", most)
+        shapes.clear()
+        Watched(trunk, SETTINGS[0], (1,), 0.0).read(texts)
+        assert max(shapes) == (rows, 3, VOCAB)
+        for text, spots in zip(texts, at_once, strict=True):
+            assert np.allclose(text.spots, spots, atol=1e-5)
 
 
 def test_equally_likely_tokens_have_places_of_their_own(trunk, monkeypatch):
@@ -131,7 +152,7 @@ def test_rounding_is_measured_between_narrow_and_wide_passes(trunk):
     none, little, much = (
         rounding(Shaky(trunk, error), sampling, prompts, texts, 4) for error in (0, 0.1, 2.0)
     )
-    assert (none.width, none.places) == (4, 2 * 9 * 3)  # last tokens are not read
+    assert (none.width, none.texts, none.places) == (4, 9, 2 * 9 * 3)  # last tokens are not read
     assert none.distance < 1e-6 and none.flips == 0
     assert 0.005 < little.distance < little.largest < 0.3
     assert 0.1 < much.distance < much.largest <= 1

@@ -1,5 +1,7 @@
 """Audits of tiny models: the right rules pass, the wrong ones do not."""
 
+import json
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 import tiny
 import torch
 
-from mtplx.audit import engines, run, statistics
+from mtplx.audit import engines, report, run, statistics
 from mtplx.audit.analysis import PLAIN, SPECULATION, by_prompt, impossible, pooled
 from mtplx.audit.engines import OwnEngine, TransformersEngine
 from mtplx.audit.faults import FAULTS, planted
@@ -57,6 +59,7 @@ def test_an_exact_verifier_passes(llm, verifier):
     assert audit.texts == {SPECULATION: 600, PLAIN: 300}
     assert audit.tokens_per_cycle > 1
     assert audit.impossible == {SPECULATION: 0, PLAIN: 0}
+    assert audit.notes == []
     names = {group.name for group in audit.groups if group.sample == SPECULATION}
     assert names >= {f"position {i}" for i in range(1, DEPTH + 4)} | {"bonus", "after 0 kept"}
     assert ("after 1 kept" in names) == (verifier != "block")
@@ -82,9 +85,17 @@ def test_without_speculation_there_is_one_sample(llm):
 
 
 def test_the_same_seed_gives_the_same_audit_and_another_another(llm):
-    first, again, other = (measure(llm, samples=200, seed=s) for s in (0, 0, 1))
+    first, again, other = (measure(llm, depth=1, samples=200, seed=s) for s in (0, 0, 1))
     assert first.tests == again.tests
     assert first.tests != other.tests
+
+
+@pytest.mark.parametrize("sampling", [SamplerConfig(top_k=1), SamplerConfig(temperature=1e-3)])
+def test_laws_that_are_all_but_certain_are_no_cause_for_alarm(llm, sampling):
+    audit = measure(llm, sampling, samples=200)
+    assert audit.passed
+    # Whole drafts of a random head are hardly ever kept there, and that is said.
+    assert re.fullmatch(r"whole drafts were kept \d+ times, too seldom .*", audit.notes[0])
 
 
 def test_a_report_of_progress_reaches_its_end(llm):
@@ -102,7 +113,7 @@ def test_a_report_of_progress_reaches_its_end(llm):
     )
     assert told["drawing, speculation"] == (200, 200)
     assert told["drawing, plain"] == (100, 100)
-    assert 0 < told["looking up the law"][0] <= told["looking up the law"][1]
+    assert told["looking up the law"] == (300, 300)
 
 
 # --- broken ones ----------------------------------------------------------------------------------
@@ -171,18 +182,33 @@ def test_raw_logits_are_a_fault_at_temperature_1_where_a_filter_is(llm):
 def test_numerics_that_differ_show_in_plain_decoding_too(llm):
     """The law of one trunk, the texts of another."""
     engine = OwnEngine(model(seed=6), PROMPTS, WARM, DEPTH)
-    audit = run.audit(engine, llm.trunk, PROMPTS, WARM, model="tiny", depth=DEPTH, samples=600)
+    audit = run.audit(engine, llm.trunk, PROMPTS, WARM, model="tiny", depth=DEPTH, samples=300)
     assert {test.sample for test in audit.failures} == {SPECULATION, PLAIN}
     assert "plain decoding leaves it too" in audit.verdict
+    assert "; rounding may be" in audit.verdict
+    audit.settings["deterministic"] = True
+    assert "rounding" not in audit.verdict
 
 
 def test_a_filter_that_is_not_applied_is_found(llm):
     asked = SamplerConfig(temperature=0.8, top_k=4)
     engine = OwnEngine(llm, PROMPTS, WARM, DEPTH)
-    audit = run.audit(engine, llm.trunk, PROMPTS, asked, model="tiny", depth=DEPTH, samples=600)
+    audit = run.audit(engine, llm.trunk, PROMPTS, asked, model="tiny", depth=DEPTH, samples=300)
     assert audit.impossible[SPECULATION] > 20
     failed = {(test.sample, test.name) for test in audit.failures}
     assert {(SPECULATION, "impossible tokens"), (PLAIN, "impossible tokens")} <= failed
+
+
+def test_texts_that_are_all_impossible_are_a_failure(llm):
+    asked = SamplerConfig(temperature=0.8, top_k=1)
+    engine = OwnEngine(llm, PROMPTS, SamplerConfig(temperature=50.0), DEPTH)
+    audit = run.audit(engine, llm.trunk, PROMPTS, asked, model="tiny", depth=DEPTH, samples=200)
+    assert audit.failures[0].name == "impossible tokens"
+    for groups in (audit.groups, []):
+        audit.groups = groups
+        json.dumps(audit.to_dict(), allow_nan=False)
+        assert report.html(audit).count("<svg") >= 2
+    assert audit.smallest_seen == 1
 
 
 def test_rare_impossible_draws_are_rounding_unless_only_speculation_has_them():
@@ -244,6 +270,16 @@ def test_draws_from_the_law_fail_as_often_as_they_may():
     assert np.mean(np.array(least) < 0.1) > 0.05
 
 
+def test_groups_are_in_the_order_of_their_numbers():
+    texts = simulated(np.random.default_rng(1), {}, 100, 12)
+    for text in texts:
+        text.stages = tuple(f"after {i} kept" for i in (2, 10)) + text.stages[2:]
+    groups, _ = pooled(PLAIN, texts, np.random.default_rng(2))
+    stages = [f"after {i} kept" for i in (0, 2, 10)]
+    names = [*(f"position {i}" for i in range(1, 13)), *stages, "bonus", "all draws"]
+    assert [group.name for group in groups] == names
+
+
 def test_of_too_few_draws_nothing_is_said():
     texts = simulated(np.random.default_rng(1), {}, 49, 2)
     groups, tests = pooled(PLAIN, texts, np.random.default_rng(2))
@@ -254,16 +290,43 @@ def test_of_too_few_draws_nothing_is_said():
 
 
 def test_what_cannot_be_audited_is_said(llm):
-    with pytest.raises(MtplxError, match="too few to say anything; draw 200 or more"):
+    with pytest.raises(MtplxError, match=r"of 2 prompts are too few .*; draw 200 or more"):
         measure(llm, samples=199)
     with pytest.raises(MtplxError, match="temperature 0 nothing is drawn"):
         measure(llm, SamplerConfig(temperature=0))
     with pytest.raises(MtplxError, match="no MTP head"):
         OwnEngine(SimpleNamespace(name="x", head=None), PROMPTS, WARM, 1)
+    with pytest.raises(MtplxError, match="and no fault"):
+        OwnEngine(SimpleNamespace(name="x", head=None), PROMPTS, WARM, 0, "token", "bonus-from-q")
     with pytest.raises(MtplxError, match="give a depth"):
         OwnEngine(llm, PROMPTS, WARM, 0, "token", "bonus-from-q")
     with pytest.raises(MtplxError, match="faults of the verifier `token`"):
         OwnEngine(llm, PROMPTS, WARM, 1, "block", "bonus-from-q")
+
+
+def test_a_prompt_must_leave_room(llm):
+    for length, fits in ((508, True), (509, False)):
+        prompts = [(1,), (1,) * length]
+        engine = Silent(prompts)
+        with pytest.raises(Silence if fits else MtplxError) as said:
+            run.audit(engine, llm.trunk, prompts, WARM, model="x", depth=1, samples=200)
+    assert str(said.value).startswith("prompt 2 has 509 tokens; with 4 more it does not fit")
+
+
+class Silence(Exception):
+    pass
+
+
+class Silent:
+    """An engine that is not to be asked."""
+
+    speculates = False
+
+    def __init__(self, prompts):
+        self.prompts = prompts
+
+    def draw(self, *args):
+        raise Silence
 
 
 # --- transformers ---------------------------------------------------------------------------------

@@ -10,11 +10,43 @@ from mtplx.audit.law import moments
 RNG = np.random.default_rng
 
 
-@pytest.mark.parametrize("freedom", [1, 19, 24, 300])
+@pytest.mark.parametrize("cells", [3, 20, 25, 300])
 @pytest.mark.parametrize("quantile", [0.9, 1e-3, 1e-9])
-def test_the_chi_square_tail_is_scipys(freedom, quantile):
-    value = stats.chi2.isf(quantile, freedom)
-    assert statistics.chi_square_tail(value, freedom) == pytest.approx(quantile, rel=1e-6)
+def test_of_many_draws_the_tail_is_that_of_chi_square(cells, quantile):
+    value = stats.chi2.isf(quantile, cells - 1)
+    equal = np.full(cells, 1 / cells)
+    assert statistics.pearson_tail(value, 1e12, equal) == pytest.approx(quantile, rel=1e-6)
+
+
+@pytest.mark.parametrize("p", [(0.1, 0.2, 0.7), (0.05, 0.05, 0.9), (0.3, 0.3, 0.4)])
+def test_of_few_draws_it_has_the_moments_of_all_that_may_be_drawn(p, monkeypatch):
+    trials, p = 100, np.array(p)
+    monkeypatch.setattr(statistics, "_skewed_tails", lambda z, skew: [(z, skew)])
+    (low, skew), (high, _) = (statistics.pearson_tail(x, trials, p) for x in (0.0, 1.0))
+    counts = np.array([(a, b, 100 - a - b) for a in range(101) for b in range(101 - a)])
+    weights = stats.multinomial.pmf(counts, trials, p)
+    values = ((counts - trials * p) ** 2 / (trials * p)).sum(1)
+    mean = weights @ values
+    variance, third = (weights @ (values - mean) ** power for power in (2, 3))
+    assert -low / (high - low) == pytest.approx(mean)
+    assert (high - low) ** -2 == pytest.approx(variance)
+    assert skew == pytest.approx(third / variance**1.5, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("trials", "expected"),
+    [(100, [5] * 20), (256, [5] * 10 + [206]), (256, [5] * 30 + [106]), (256, [5, 251])],
+)
+def test_rare_cells_do_not_cry_wolf(trials, expected):
+    """Where chi-square's own tail, at 1 in 10,000, is exceeded up to 6 times too often."""
+    expected = np.array(expected, float)
+    counts = RNG(7).multinomial(trials, expected / trials, size=100_000)
+    statistic = ((counts - expected) ** 2 / expected).sum(1)
+    # The p-value falls with the statistic, so few of them need looking at.
+    extreme = counts[np.argsort(-statistic)[:100]].astype(float)
+    p = np.array([statistics.chi_square(c, expected) for c in extreme])
+    assert np.sum(p < 1e-4) <= 2.5 * 10
+    assert p.max() > 2e-4
 
 
 @pytest.mark.parametrize("count", [1, 40, 3000])
@@ -57,8 +89,11 @@ def test_chi_square_pools_rare_cells_and_refuses_impossible_ones():
     assert statistics.chi_square(np.array([7.0]), np.array([7.0])) == 1
     counts, expected = np.array([12.0, 30, 18]), np.array([20.0, 20, 20])
     assert statistics.chi_square(counts, expected) == pytest.approx(
-        stats.chisquare(counts, expected).pvalue
+        stats.chisquare(counts, expected).pvalue, rel=0.05
     )
+    exact = 2 * stats.binom.sf(13, 100, 0.06)
+    assert statistics.chi_square(np.array([14.0, 86]), np.array([6.0, 94])) == pytest.approx(exact)
+    assert statistics.chi_square(np.array([86.0, 14]), np.array([94.0, 6])) == pytest.approx(exact)
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -95,6 +130,14 @@ def test_a_sum_carried_by_rare_values_is_no_cause_for_alarm():
     true = stats.binom.sf(np.arange(6) - 1, 300, 0.001)
     assert found[0] > 0.1 and found[1] > 0.1
     assert np.all(found[2:] > true[2:] / 4) and found[5] < 0.01
+
+
+@pytest.mark.parametrize("rare", [1e-4, 1e-9, 1e-30, 1e-200])
+def test_a_sum_of_laws_that_are_all_but_certain_tells_nothing(rare):
+    """As at a small temperature: no rare token is drawn, nor could one be expected."""
+    entropy, variance, skew = moments(np.array([1 - rare, rare]))
+    values = np.full(1000, -np.log1p(-rare) - entropy)
+    assert statistics.total(values, np.full(1000, variance), np.full(1000, skew)) > 0.5
 
 
 def draws_from_laws(rng, count, vocabulary=30):
