@@ -307,7 +307,10 @@ def test_sums_made_in_parallel_rise_only_where_there_is_weight():
     """As a device may add them: the last digits go up and down where nothing is added."""
     weights = torch.tensor([[0.0, 0.25, 0.0, 0.0, 0.5, 0.0], [0.5, 0.0, 0.25, 0.0, 0.0, 0.0]])
     sums = torch.tensor(
-        [[1e-9, 0.25, 0.25 + 1e-8, 0.25 - 1e-8, 0.75, 0.75 + 1e-7], [0.5, 0.5, 0.75, 0.7, 0.8, 0.75]]
+        [
+            [1e-9, 0.25, 0.25 + 1e-8, 0.25 - 1e-8, 0.75, 0.75 + 1e-7],
+            [0.5, 0.5, 0.75, 0.7, 0.8, 0.75],
+        ]
     )
     flat = verification._flat(weights, sums)
     assert flat.tolist() == [
