@@ -43,7 +43,6 @@ DEFAULT_MAX_TOKENS = 256
 MOST_LOGPROBS = 1000
 """Alternatives reported with each token at most: more would be no report, but a vocabulary."""
 
-
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
 """Text, chat messages, or token ids."""
 

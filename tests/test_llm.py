@@ -21,8 +21,10 @@ import mtplx
 from mtplx import SamplerConfig, kernels
 from mtplx.errors import MtplxError
 from mtplx.models.blocks import quantize
+from mtplx.models.checkpoint import load_tiled, locate
 from mtplx.models.fused import FusedTrunk
 from mtplx.models.slots import Span
+from mtplx.models.tiled import Tiles
 from mtplx.models.trunk import Trunk
 
 END = 256
@@ -411,6 +413,8 @@ def test_a_quantised_model_is_the_one_its_blocks_stand_for(
             directory, quantize=f"int{bits}", device="cpu", deterministic=deterministic
         )
         assert isinstance(llm.trunk, FusedTrunk) == fused
+        # Its rows are computed by themselves either way, so that none has to run alone.
+        assert not llm.notes
         for name, layer in model.named_modules():
             if isinstance(layer, torch.nn.Linear) and name != "lm_head":
                 layer.weight.data = quantize(layer.weight.data, bits).dequantize()
@@ -421,6 +425,25 @@ def test_a_quantised_model_is_the_one_its_blocks_stand_for(
             expected = model(ids).logits
             logits = llm.trunk.forward(ids, span, llm.trunk.new_cache(40)).logits
         assert (logits - expected).norm() < 0.02 * expected.norm()
+
+
+@pytest.mark.skipif(kernels.find() is None, reason="the kernels are not built")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.bfloat16])
+def test_weights_are_rounded_once(tmp_path: Path, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=40, hidden_size=32, intermediate_size=64, num_hidden_layers=1, head_dim=16
+    )
+    model = LlamaForCausalLM(config).to(dtype)
+    model.save_pretrained(tmp_path)
+    found = kernels.find()
+    assert found is not None
+    tiled: Any = load_tiled(locate(tmp_path), found, "int8")
+    weight = model.model.layers[0].mlp.down_proj.weight.detach()
+    expected = Tiles.of(quantize(weight, 8)).data
+    assert torch.equal(tiled.model.layers[0].mlp.down_proj.tiles.data, expected)
+    output = model.lm_head.weight.detach().bfloat16()
+    assert torch.equal(tiled.lm_head.tiles.data, Tiles.of(output).data)
 
 
 def test_quantised_layers_have_their_conditions(directories: tuple[Path, Path]) -> None:

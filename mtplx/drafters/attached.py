@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mtplx.errors import MtplxError
-from mtplx.models.blocks import GROUP, quantize
+from mtplx.models.blocks import Blocks, quantize
 from mtplx.models.eagle3 import Eagle3Head
-from mtplx.models.fused import FusedLayers, FusedSlots, FusedTrunk, places_of
+from mtplx.models.fused import FusedLayers, FusedSlots, FusedTrunk, heads_misfit
 from mtplx.models.slots import KVSlots, Span
 from mtplx.models.tiled import TiledLinear, Tiles
 from mtplx.models.trunk import Trunk, TrunkOutput
@@ -68,8 +70,9 @@ class FusedHead(AttachedHead):
         layer, library = head.layer, trunk.fused.library
 
         def tiled(linear: nn.Linear) -> TiledLinear:
-            fits = linear.in_features % GROUP == 0
-            weight = quantize(linear.weight, 8) if fits else linear.weight
+            weight: Tensor | Blocks = linear.weight
+            with suppress(ValueError):  # what cannot be cut into blocks stays as it is
+                weight = quantize(linear.weight, 8)
             return TiledLinear(library, Tiles.of(weight), linear.bias)
 
         attention, mlp = layer.self_attn, layer.mlp
@@ -99,42 +102,40 @@ class FusedHead(AttachedHead):
         assert aux is not None, "the trunk must tap the head's layers"
         if self.head.input_norm is not None:
             aux = self.head.input_norm(aux)
-        return self._fuse(aux)  # type: ignore[no-any-return]
+        fused: Tensor = self._fuse(aux)
+        return fused
 
-    def new_cache(self, capacity: int) -> FusedSlots:  # type: ignore[override]
-        return FusedSlots(self._layers, capacity, narrow=True)
+    def new_cache(self, capacity: int) -> Any:
+        return FusedSlots(self._layers, capacity, torch.bfloat16)
 
     @torch.inference_mode()
-    def step(  # type: ignore[override]
-        self, tokens: Tensor, hidden: Tensor, span: Span, cache: FusedSlots
-    ) -> Tensor:
-        cache.allocate(len(tokens))
+    def step(self, tokens: Tensor, hidden: Tensor, span: Span, cache: Any) -> Tensor:
         inputs, residual = self.head.layer.inputs(self._embed(tokens).float(), hidden)
-        x = residual.reshape(-1, residual.shape[-1]).clone()
-        cos, sin = self.head.rotary(x, span.positions)
-        cos, sin = (part.flatten(0, 1).contiguous() for part in (cos, sin))
+        x = residual.clone(memory_format=torch.contiguous_format)
         _, normed, _ = self._layers.run(
             x,
-            cos,
-            sin,
-            places_of(span),
+            self.head.rotary(x, span.positions),
+            span,
             cache,
-            inputs=inputs.flatten(0, 1).contiguous(),
+            inputs=inputs,
             with_normed=self.head.config.norm_output,
             with_logits=False,
         )
-        return (x if normed is None else normed).view(hidden.shape)
+        return x if normed is None else normed
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         normed = hidden if self.head.config.norm_output else self.head.norm(hidden)
-        return self._output(normed)  # type: ignore[no-any-return]
+        drafted: Tensor = self._output(normed)
+        return drafted
 
 
 def attach(head: Eagle3Head, trunk: Trunk) -> AttachedHead:
-    """The head beside this trunk, computed as the trunk is.
+    """The head beside this trunk, computed as the trunk is where the kernels can take it.
 
     Raises:
         MtplxError: it was made for a trunk of another shape.
     """
-    return FusedHead(head, trunk) if isinstance(trunk, FusedTrunk) else AttachedHead(head, trunk)
+    if isinstance(trunk, FusedTrunk) and heads_misfit(head.config.layer, head.rotary) is None:
+        return FusedHead(head, trunk)
+    return AttachedHead(head, trunk)

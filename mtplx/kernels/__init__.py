@@ -8,12 +8,12 @@ from __future__ import annotations
 import ctypes
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_size_t, c_void_p
 from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from typing import Any
 
 FOUR_BITS, EIGHT_BITS, BFLOAT16, FLOAT32 = range(4)
 TILE_OUTPUTS, TILE_INPUTS = 16, 32
-ALIGNMENT = 64
-"""Bytes. Tiles begin at multiples of it."""
 
 
 class Matrix(Structure):
@@ -21,7 +21,6 @@ class Matrix(Structure):
         ("kind", c_int32),
         ("outputs", c_int32),
         ("inputs", c_int32),
-        ("reserved", c_int32),
         ("tiles", c_void_p),
         ("bias", c_void_p),
     ]
@@ -56,7 +55,6 @@ class Cache(Structure):
         ("narrow", c_int32),
         ("slots", c_int32),
         ("capacity", c_int32),
-        ("reserved", c_int32),
         ("keys", c_void_p),
         ("values", c_void_p),
     ]
@@ -101,8 +99,6 @@ class Kernels:
     """
 
     def __init__(self, library: ctypes.CDLL, chosen: _Set) -> None:
-        # The functions below live in it.
-        self._library = library
         self.name: str = chosen.name.decode()
         self.run = chosen.run
         self.multiply = chosen.multiply
@@ -112,6 +108,10 @@ class Kernels:
         self.room_to_multiply = library.mtplx_room_to_multiply
         self.room_to_multiply.restype = c_size_t
         self.room_to_multiply.argtypes = [c_int32, c_int32]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy of a model is run by the same functions.
+        return find, (self.name,)
 
 
 @cache
@@ -124,10 +124,11 @@ def find(name: str | None = None) -> Kernels | None:
     # wait for each other, spinning.
     import torch  # noqa: F401
 
-    built = sorted(Path(__file__).parent.glob("_decoder*.so"))
-    if not built:
+    names = [Path(__file__).with_name(f"_decoder{suffix}") for suffix in EXTENSION_SUFFIXES]
+    built = next((path for path in names if path.exists()), None)
+    if built is None:
         return None
-    library = ctypes.CDLL(str(built[-1]))
+    library = ctypes.CDLL(str(built))
     library.mtplx_set.restype = POINTER(_Set)
     library.mtplx_set.argtypes = [c_char_p]
     chosen = library.mtplx_set(None if name is None else name.encode())

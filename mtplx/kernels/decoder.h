@@ -26,7 +26,6 @@ enum { FOUR_BITS, EIGHT_BITS, BFLOAT16, FLOAT32 };
 
 typedef struct {
     int32_t kind, outputs, inputs; /* without padding */
-    int32_t reserved;
     const uint8_t *tiles;
     const float *bias; /* of the outputs, or NULL */
 } Matrix;
@@ -49,7 +48,6 @@ typedef struct {
 typedef struct {
     int32_t narrow; /* bfloat16 */
     int32_t slots, capacity;
-    int32_t reserved;
     void *keys, *values;
 } Cache;
 
@@ -75,7 +73,7 @@ typedef struct {
     int32_t rows, threads;
 } Pass;
 
-/* What there is for one instruction set; NULL where this CPU has not got it. */
+/* What there is for one instruction set. */
 typedef struct {
     const char *name;
     void (*pass)(const Decoder *, const Cache *, const Pass *);
@@ -84,6 +82,11 @@ typedef struct {
                      int32_t threads);
 } Set;
 
+/* The set of this name, or the best one for NULL; NULL if this CPU cannot run it. */
 const Set *mtplx_set(const char *name);
+
+/* How much scratch memory a pass or a multiplication needs, in bytes. */
+size_t mtplx_room(const Decoder *, int32_t rows, int32_t threads, int32_t capacity);
+size_t mtplx_room_to_multiply(int32_t rows, int32_t inputs);
 
 #endif

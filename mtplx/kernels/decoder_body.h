@@ -20,7 +20,6 @@ typedef float Lanes __attribute__((vector_size(64), aligned(4)));
 typedef int32_t Ints __attribute__((vector_size(64), aligned(4)));
 typedef uint16_t Halves __attribute__((vector_size(32), aligned(2)));
 typedef uint32_t Words __attribute__((vector_size(64), aligned(4)));
-
 typedef int8_t Bytes __attribute__((vector_size(16), aligned(1)));
 
 #define INLINE static inline __attribute__((always_inline))
@@ -108,7 +107,9 @@ INLINE Ints dot_bytes(Ints acc, Words weights, const int8_t *four) {
 #if defined(MTPLX_AVX512)
     /* As one instruction; compilers make two of the intrinsic, and a broadcast costs as much as a
      * product. */
-    __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(weights), "m"(*(const int32_t *)four));
+    __asm__("vpdpbusd %2%{1to16%}, %1, %0"
+            : "+v"(acc)
+            : "v"(weights), "m"(*(const int8_t(*)[4])four));
     return acc;
 #else
     int32_t inputs;
@@ -144,8 +145,10 @@ INLINE void row_of_tiles(const int kind, const uint8_t *tile, const Inputs *x, i
     const size_t bytes = TILE_BYTES[kind];
     for (int m = 0; m < rows; m++) acc[m] = all(0);
     for (int g = 0; g < count; g++, tile += bytes) {
+        /* A number, for no pointer may go past the end. */
+        const uintptr_t ahead = (uintptr_t)tile + 6 * bytes;
         for (size_t line = 0; line < bytes; line += 64)
-            __builtin_prefetch(tile + 6 * bytes + line, 0, 3);
+            __builtin_prefetch((const void *)(ahead + line), 0, 3);
         if (kind == BFLOAT16 || kind == FLOAT32) {
             for (int k = 0; k < INPUTS; k++) {
                 Lanes v = kind == BFLOAT16 ? from_bfloat16((const uint16_t *)tile + OUTPUTS * k)
@@ -233,14 +236,18 @@ static void take_row(const float *x, int row, int size, Inputs *in) {
         for (int i = 0; i < INPUTS; i++) most = bits[i] > most ? bits[i] : most;
         float largest;
         memcpy(&largest, &most, 4);
-        /* The largest becomes 127 * 256, so that its high byte does not overflow. */
-        const float unit = largest > 0 ? 32512 / largest : 0;
+        /* The largest becomes 127 * 256, so that its high byte does not overflow. What is so small
+         * that its inverse might is nothing. */
+        const float unit = largest > 1e-30f ? 32512 / largest : 0;
+        /* Where not all are finite, the numbers are 0 and the scale is not finite. */
+        const Ints finite = (Ints){0} - (most < 0x7f800000);
         Ints total = {0};
         for (int h = 0; h < 2; h++) {
             /* Rounded to the nearest by the number behind which floats have no fractions. */
             const Lanes rounded = (part[h] * unit + 12582912.0f) - 12582912.0f;
-            const Ints number = __builtin_convertvector(rounded, Ints);
-            const Ints high = (number + 128) >> 8, low = number - (high << 8);
+            const Ints number =
+                __builtin_convertvector((Lanes)((Ints)rounded & finite), Ints);
+            const Ints high = (number + 128) >> 8, low = number - high * 256;
             const Bytes high_bytes = __builtin_convertvector(high, Bytes);
             const Bytes low_bytes = __builtin_convertvector(low, Bytes);
             memcpy(in->groups[at].high + 16 * h, &high_bytes, 16);
@@ -290,7 +297,8 @@ INLINE Lanes kept(const int narrow, const void *where, size_t at) {
     return narrow ? from_bfloat16((const uint16_t *)where + at) : load((const float *)where + at);
 }
 
-/* e to the power of x <= 0, as good as float32 is: 2^n (1 + a polynomial), in lanes. */
+/* e to the power of x <= 0, as good as float32 is: 2^n (1 + a polynomial), in lanes. What lies below
+ * -87, or is no number, is taken for -87. */
 INLINE Lanes exponential(Lanes x) {
     const Lanes least = all(-87.0f);
     const Ints above = x > least;
@@ -367,7 +375,7 @@ static void gate_with(const float *gate, float *up, int count) {
 
 typedef struct {
     float *q, *k, *v, *attended, *gate, *up;
-    char *own; /* of each thread */
+    uintptr_t own; /* of the first thread; the others' follow */
     size_t own_bytes;
 } Room;
 
@@ -384,13 +392,13 @@ static int widest(const Decoder *d) {
 }
 
 /* The next `bytes` of the scratch memory, in whole lines of the cache. */
-static void *cut(char **at, size_t bytes) {
-    char *here = *at;
+static void *cut(uintptr_t *at, size_t bytes) {
+    const uintptr_t here = *at;
     *at += (bytes + 63) / 64 * 64;
-    return here;
+    return (void *)here;
 }
 
-static Inputs cut_inputs(char **at, int rows, int size) {
+static Inputs cut_inputs(uintptr_t *at, int rows, int size) {
     const size_t groups = (size_t)rows * groups_of(size);
     Inputs in;
     in.groups = cut(at, groups * sizeof(Group));
@@ -401,7 +409,7 @@ static Inputs cut_inputs(char **at, int rows, int size) {
     return in;
 }
 
-static Own cut_own(char **at, const Decoder *d, int rows, int capacity) {
+static Own cut_own(uintptr_t *at, const Decoder *d, int rows, int capacity) {
     Own own;
     own.in = cut_inputs(at, rows, widest(d));
     own.normed = cut(at, sizeof(float) * rows * d->hidden);
@@ -409,7 +417,7 @@ static Own cut_own(char **at, const Decoder *d, int rows, int capacity) {
     return own;
 }
 
-static Room cut_room(char **at, const Decoder *d, int rows, int threads, int capacity) {
+static Room cut_room(uintptr_t *at, const Decoder *d, int rows, int threads, int capacity) {
     const size_t row = sizeof(float) * rows;
     Room room;
     room.q = cut(at, row * d->heads * d->head_size);
@@ -420,7 +428,7 @@ static Room cut_room(char **at, const Decoder *d, int rows, int threads, int cap
     room.up = cut(at, row * d->intermediate);
     room.own = *at;
     cut_own(at, d, rows, capacity);
-    room.own_bytes = (size_t)(*at - room.own);
+    room.own_bytes = *at - room.own;
     *at = room.own + threads * room.own_bytes;
     return room;
 }
@@ -452,7 +460,7 @@ static void pass_of(const Decoder *d, const Cache *cache, const Pass *pass, cons
     const int rows = pass->rows, size = d->head_size, hidden = d->hidden;
     const int shared = d->heads / d->kv_heads;
     const size_t plane = (size_t)cache->capacity * size;
-    char *at = room->own + thread * room->own_bytes;
+    uintptr_t at = room->own + thread * room->own_bytes;
     Own own = cut_own(&at, d, rows, cache->capacity);
     for (int l = 0; l < d->layers; l++) {
         const Layer *layer = &d->layer[l];
@@ -525,7 +533,7 @@ static void pass_of(const Decoder *d, const Cache *cache, const Pass *pass, cons
 }
 
 static void pass_all(const Decoder *d, const Cache *cache, const Pass *pass) {
-    char *at = pass->scratch;
+    uintptr_t at = (uintptr_t)pass->scratch;
     const Room room = cut_room(&at, d, pass->rows, pass->threads, cache->capacity);
 #pragma omp parallel num_threads(pass->threads)
     pass_of(d, cache, pass, &room, THREAD, THREADS);
@@ -533,7 +541,7 @@ static void pass_all(const Decoder *d, const Cache *cache, const Pass *pass) {
 
 static void multiply_all(const Matrix *w, const float *x, float *y, void *scratch, int32_t rows,
                          int32_t threads) {
-    char *at = scratch;
+    uintptr_t at = (uintptr_t)scratch;
     Inputs in = cut_inputs(&at, rows, w->inputs);
     take_rows(x, rows, w->inputs, &in);
 #pragma omp parallel num_threads(threads)

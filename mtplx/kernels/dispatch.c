@@ -9,7 +9,6 @@ extern const Set mtplx_generic;
 extern const Set mtplx_avx2, mtplx_avx512;
 #endif
 
-/* The set of this name, or the best one for NULL; NULL if this CPU cannot run it. */
 const Set *mtplx_set(const char *name) {
 #if defined(__x86_64__)
     __builtin_cpu_init();

@@ -10,15 +10,14 @@
 #define SET mtplx_generic
 #include "decoder_body.h"
 
-/* How much scratch memory a pass or a multiplication needs, in bytes. */
 size_t mtplx_room(const Decoder *d, int32_t rows, int32_t threads, int32_t capacity) {
-    char *at = NULL;
+    uintptr_t at = 0;
     cut_room(&at, d, rows, threads, capacity);
-    return (size_t)(at - (char *)NULL);
+    return at;
 }
 
 size_t mtplx_room_to_multiply(int32_t rows, int32_t inputs) {
-    char *at = NULL;
+    uintptr_t at = 0;
     cut_inputs(&at, rows, inputs);
-    return (size_t)(at - (char *)NULL);
+    return at;
 }

@@ -8,7 +8,7 @@ time. Formats: "block_q4_0", "block_q4_1" and "block_q8_0" of the ggml repositor
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -118,4 +118,4 @@ def from_gguf(data: NDArray[np.uint8], kind: str, shape: tuple[int, ...]) -> Blo
     return Blocks(4, numbers, scales, minima) if bool(minima.isfinite().all()) else None
 
 
-_BYTES: dict[str, Any] = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}
+_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}

@@ -363,7 +363,7 @@ _BITS: dict[str, Bits] = {"int8": 8, "int4": 4}
 def load_tiled(checkpoint: Checkpoint, library: Kernels, quantize: Quantize) -> PreTrainedModel:
     """The trunk in eval mode on the CPU with its linear layers in the kernels' tiles.
 
-    The output head keeps the checkpoint's precision; all that is no linear layer is float32.
+    The output head is kept in bfloat16; all that is no linear layer is float32.
 
     Args:
         checkpoint: whose weights they are.
@@ -381,10 +381,13 @@ def load_tiled(checkpoint: Checkpoint, library: Kernels, quantize: Quantize) -> 
         with reported(checkpoint):
             model = gguf.load_tiled(checkpoint.gguf_file, library)
         return model.eval().requires_grad_(False)
-    model = load_model(checkpoint, torch.bfloat16)
+    # In the checkpoint's own type, so that weights are rounded once; a GGUF file's would take twice
+    # the memory.
+    own = None if checkpoint.is_gguf else load_config(checkpoint).dtype
+    model = load_model(checkpoint, own or torch.bfloat16)
     head = model.get_output_embeddings()
     for name, layer in linear_layers(model):
-        weight: torch.Tensor | Blocks = layer.weight
+        weight: torch.Tensor | Blocks = layer.weight.bfloat16()
         if layer is not head:
             try:
                 weight = blocks.quantize(layer.weight, _BITS[quantize])

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mtplx import kernels
 from mtplx.kernels import Kernels
 from mtplx.models.slots import Span
-from mtplx.models.tiled import TiledLinear, aligned
+from mtplx.models.tiled import TiledLinear
 from mtplx.models.trunk import Trunk, TrunkOutput
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -27,6 +27,10 @@ _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 
 ROWS = 256
 """Positions in one call; more are cut."""
+
+
+LANES = 16
+"""Of the kernels' vectors; a head's size is a multiple of it."""
 
 
 def misfit(model: Any) -> str | None:
@@ -43,10 +47,22 @@ def misfit(model: Any) -> str | None:
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if rope not in _STATIC_ROPE:
         return f"rotary positions of type {rope!r}"
-    if _head_size(config) % 16:
-        return f"heads of {_head_size(config)} numbers, which is no multiple of 16"
+    heads = heads_misfit(config, model.get_decoder().rotary_emb)
     plain = [name for name, part in model.named_modules() if isinstance(part, nn.Linear)]
-    return f"layers that are not tiled ({plain[0]} and others)" if plain else None
+    return heads or (f"layers that are not tiled ({plain[0]} and others)" if plain else None)
+
+
+def heads_misfit(config: Any, rotary: Any) -> str | None:
+    """Why the kernels' attention cannot take heads of this kind, or None if it can.
+
+    Args:
+        config: with the sizes of transformers' Llama.
+        rotary: embedding of positions.
+    """
+    size, turned = _head_size(config), 2 * len(rotary.inv_freq)
+    if size % LANES:
+        return f"heads of {size} numbers, which is no multiple of {LANES}"
+    return f"heads of {size} numbers of which {turned} are turned" if turned != size else None
 
 
 def _head_size(config: Any) -> int:
@@ -84,6 +100,7 @@ class FusedLayers:
                     entry, name, part.matrix if isinstance(part, TiledLinear) else self._at(part)
                 )
         self._held.append(table)
+        self.input_size = int(table[0].q.inputs)
         self.hidden_size = int(config.hidden_size)
         self.kv_heads = int(config.num_key_value_heads)
         self.head_size = _head_size(config)
@@ -111,9 +128,8 @@ class FusedLayers:
     def run(
         self,
         x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        places: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        span: Span,
         cache: FusedSlots,
         *,
         inputs: Tensor | None = None,
@@ -121,76 +137,111 @@ class FusedLayers:
         with_normed: bool = True,
         with_logits: bool = True,
     ) -> tuple[dict[int, Tensor], Tensor | None, Tensor | None]:
-        """One pass over R positions, of which those of one slot come in order.
+        """One pass over T positions of each of B slots.
 
         Args:
-            x: embeddings, [R, H] float32; overwritten.
-            cos, sin: of the rotation, [R, D] float32.
-            places: slot and position of each, [R, 2] int32.
-            cache: written at the places.
-            inputs: for the first layer's attention, instead of its norm of x, [R, K].
+            x: embeddings, [B, T, H] float32, contiguous; overwritten by the last stream.
+            rotation: cosines and sines, [B, T, D] each.
+            span: where the positions lie.
+            cache: written there.
+            inputs: for the first layer's attention, instead of its norm of x, [B, T, K] float32.
             streams: layers after which the residual stream is wanted, 0 for x itself.
             with_normed: whether what the last norm makes of the stream is wanted.
             with_logits: whether logits are.
         Returns:
-            The streams [R, H] by layer, the normed states [R, H], the logits [R, V].
+            The streams [B, T, H] by layer, the normed states [B, T, H], the logits [B, T, V].
+        Raises:
+            IndexError: the cache ends before the span.
         """
-        rows, threads = len(x), torch.get_num_threads()
-        found = {layer: torch.empty(rows, self.hidden_size) for layer in set(streams)}
-        table = (ctypes.c_void_p * (self.count + 1))()
-        for layer, stream in found.items():
-            table[layer] = stream.data_ptr()
-        normed = torch.empty(rows, self.hidden_size) if with_normed else None
-        logits = torch.empty(rows, self.vocab_size) if with_logits else None
-        room = self.library.room(self.decoder, rows, threads, cache.capacity)
-        scratch = aligned(room, torch.uint8)
-        self.library.run(
-            self.decoder,
-            cache.table(),
-            kernels.Pass(
-                x.data_ptr(),
-                None if inputs is None else inputs.data_ptr(),
-                cos.data_ptr(),
-                sin.data_ptr(),
-                places.data_ptr(),
-                table,
-                None if normed is None else normed.data_ptr(),
-                None if logits is None else logits.data_ptr(),
-                scratch.data_ptr(),
-                rows,
-                threads,
-            ),
-        )
+        shape = span.positions.shape
+        places = cache.places(span)
+        cos, sin = (part.float().contiguous() for part in rotation)
+        inputs = None if inputs is None else inputs.contiguous()
+        # The kernels do not ask how large anything is.
+        assert x.is_contiguous() and x.dtype == torch.float32
+        assert x.shape == (*shape, self.hidden_size)
+        assert cos.shape == sin.shape == (*shape, self.head_size)
+        if inputs is not None:
+            assert inputs.shape == (*shape, self.input_size) and inputs.dtype == torch.float32
+
+        found = {layer: torch.empty(*shape, self.hidden_size) for layer in streams}
+        normed = torch.empty(*shape, self.hidden_size) if with_normed else None
+        logits = torch.empty(*shape, self.vocab_size) if with_logits else None
+        count, threads = shape.numel(), torch.get_num_threads()
+        room = self.library.room(self.decoder, min(count, ROWS), threads, cache.capacity)
+        scratch = torch.empty(room, dtype=torch.uint8)
+        for row in range(0, count, ROWS):
+            table = (ctypes.c_void_p * (self.count + 1))()
+            for layer, stream in found.items():
+                table[layer] = _from(stream, row)
+            self.library.run(
+                self.decoder,
+                cache.table(),
+                kernels.Pass(
+                    _from(x, row),
+                    _from(inputs, row),
+                    _from(cos, row),
+                    _from(sin, row),
+                    _from(places, row),
+                    table,
+                    _from(normed, row),
+                    _from(logits, row),
+                    scratch.data_ptr(),
+                    min(ROWS, count - row),
+                    threads,
+                ),
+            )
         return found, normed, logits
+
+
+def _from(numbers: Tensor | None, row: int) -> int | None:
+    """Where this row of contiguous [B, T, any] begins, B * T rows in all."""
+    if numbers is None:
+        return None
+    # In numbers, for slicing takes longer than a small pass.
+    return numbers.data_ptr() + row * numbers.shape[-1] * numbers.element_size()
 
 
 class FusedSlots:
     """Keys and values of all layers, [L, B, kv_heads, capacity, D] each, allocated on first use."""
 
-    def __init__(self, layers: FusedLayers, capacity: int, narrow: bool) -> None:
-        self.layers, self.capacity, self.narrow = layers, capacity, narrow
+    def __init__(self, layers: FusedLayers, capacity: int, dtype: torch.dtype) -> None:
+        """
+        Args:
+            layers: whose they are.
+            capacity: positions of a slot.
+            dtype: bfloat16 or float32.
+        """
+        self.layers, self.capacity, self.dtype = layers, capacity, dtype
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
 
-    def allocate(self, slots: int) -> None:
-        """Make room, once it is known for how many."""
+    def places(self, span: Span) -> Tensor:
+        """Slot and position of every token of a pass, [B, T, 2] int32, once there is room for them.
+
+        Raises:
+            IndexError: there is none.
+        """
+        slots = len(span.positions)
         if self.keys is None:
-            dtype = torch.bfloat16 if self.narrow else torch.float32
             layers = self.layers
             shape = (layers.count, slots, layers.kv_heads, self.capacity, layers.head_size)
-            self.keys, self.values = (
-                torch.zeros(shape, dtype=dtype),
-                torch.zeros(shape, dtype=dtype),
+            self.keys, self.values = (torch.zeros(shape, dtype=self.dtype) for _ in range(2))
+        if span.end > self.capacity or slots > self.keys.shape[1]:
+            raise IndexError(
+                f"{slots} slots up to position {span.end - 1} in a cache of {self.keys.shape[1]} "
+                f"with {self.capacity} positions each"
             )
+        row = torch.arange(slots)[:, None].expand_as(span.positions)
+        return torch.stack([row, span.positions], -1).to(torch.int32)
 
     def table(self) -> kernels.Cache:
         """For the kernels."""
-        assert self.keys is not None and self.values is not None, "allocate first"
+        assert self.keys is not None and self.values is not None, "ask for places first"
         return kernels.Cache(
-            int(self.narrow),
+            int(self.dtype == torch.bfloat16),
             self.keys.shape[1],
             self.capacity,
-            0,
             self.keys.data_ptr(),
             self.values.data_ptr(),
         )
@@ -198,13 +249,10 @@ class FusedSlots:
     def keep_rows(self, rows: Tensor) -> None:
         """Drop all slots but these, [N] int64."""
         if self.keys is not None and self.values is not None:
-            self.keys, self.values = self.keys[:, rows], self.values[:, rows]
-
-
-def places_of(span: Span) -> Tensor:
-    """Slot and position of every token of a pass, row by row, [B * T, 2] int32."""
-    slots = torch.arange(len(span.positions))[:, None].expand_as(span.positions)
-    return torch.stack([slots, span.positions], -1).view(-1, 2).to(torch.int32)
+            # The one way to pick rows whose result is certain to be contiguous.
+            self.keys, self.values = (
+                part.index_select(1, rows) for part in (self.keys, self.values)
+            )
 
 
 class FusedTrunk(Trunk):
@@ -225,50 +273,27 @@ class FusedTrunk(Trunk):
     def tap(self, layer_ids: Sequence[int]) -> None:
         """Every stream can be had, without hooks."""
 
-    def new_cache(self, capacity: int) -> FusedSlots:  # type: ignore[override]
-        return FusedSlots(self.fused, capacity, narrow=True)
+    def new_cache(self, capacity: int) -> Any:
+        return FusedSlots(self.fused, capacity, torch.bfloat16)
 
     @torch.inference_mode()
     def forward(
         self,
         tokens: Tensor,
         span: Span,
-        cache: FusedSlots,
+        cache: Any,
         taps: Sequence[int] = (),
         with_logits: bool = True,
     ) -> TrunkOutput:
-        batch, width = tokens.shape
-        cache.allocate(batch)
-        x = self.embed(tokens).float().flatten(0, 1)
+        x = self.embed(tokens).float().contiguous()
         # Past the context lies only the padding of other rows' longer drafts.
-        positions = span.positions.clamp_max(self.context - 1)
-        cos, sin = self.decoder.rotary_emb(x, positions)
-        cos, sin = (part.float().flatten(0, 1).contiguous() for part in (cos, sin))
-        places = places_of(span)
-        parts = [
-            self.fused.run(
-                x[i : i + ROWS].clone(),
-                cos[i : i + ROWS],
-                sin[i : i + ROWS],
-                places[i : i + ROWS],
-                cache,
-                streams=taps,
-                with_logits=with_logits,
-            )
-            for i in range(0, batch * width, ROWS)
-        ]
-
-        def join(pieces: list[Tensor]) -> Tensor:
-            whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-            return whole.view(batch, width, -1)
-
-        return TrunkOutput(
-            join([normed for _, normed, _ in parts if normed is not None]),
-            torch.cat([join([streams[i] for streams, _, _ in parts]) for i in taps], -1)
-            if taps
-            else None,
-            join([logits for _, _, logits in parts if logits is not None]) if with_logits else None,
+        rotation = self.decoder.rotary_emb(x, span.positions.clamp_max(self.context - 1))
+        found, normed, logits = self.fused.run(
+            x, rotation, span, cache, streams=taps, with_logits=with_logits
         )
+        assert normed is not None
+        aux = torch.cat([found[layer] for layer in taps], -1) if taps else None
+        return TrunkOutput(normed, aux, logits)
 
     @torch.inference_mode()
     def read(self, tokens: Tensor, taps: Sequence[int] = ()) -> TrunkOutput:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mtplx import kernels
-from mtplx.kernels import ALIGNMENT, TILE_INPUTS, TILE_OUTPUTS, Kernels, Matrix
+from mtplx.kernels import TILE_INPUTS, TILE_OUTPUTS, Kernels, Matrix
 from mtplx.models.blocks import GROUP, Blocks
 
 
@@ -19,13 +19,12 @@ class Tiles:
     Attributes:
         kind: of kernels/decoder.h.
         outputs, inputs: N and K.
-        data: uint8.
+        data: contiguous uint8.
     """
 
     def __init__(self, kind: int, outputs: int, inputs: int, data: Tensor) -> None:
         self.kind, self.outputs, self.inputs = kind, outputs, inputs
-        self.data = aligned(data.numel(), torch.uint8)
-        self.data.copy_(data.flatten())
+        self.data = data
 
     @classmethod
     def of(cls, weight: Tensor | Blocks) -> Tiles:
@@ -60,15 +59,7 @@ class Tiles:
     def matrix(self, bias: Tensor | None = None) -> Matrix:
         """For the kernels; the tiles and the float32 bias must outlive it."""
         at = None if bias is None else bias.data_ptr()
-        return Matrix(self.kind, self.outputs, self.inputs, 0, self.data.data_ptr(), at)
-
-
-def aligned(count: int, dtype: torch.dtype) -> Tensor:
-    """Uninitialised numbers that begin where the kernels want them to."""
-    size = dtype.itemsize
-    room = torch.empty(count + ALIGNMENT // size, dtype=dtype)
-    start = -room.data_ptr() % ALIGNMENT // size
-    return room[start : start + count]
+        return Matrix(self.kind, self.outputs, self.inputs, self.data.data_ptr(), at)
 
 
 def _padded(values: Tensor, inputs: int = TILE_INPUTS) -> Tensor:
@@ -84,7 +75,11 @@ class TiledLinear(nn.Module):
         super().__init__()
         self.library, self.tiles = library, tiles
         self.bias = None if bias is None else bias.float().contiguous()
-        self.matrix = tiles.matrix(self.bias)
+
+    @property
+    def matrix(self) -> Matrix:
+        """For the kernels; this layer must outlive it."""
+        return self.tiles.matrix(self.bias)
 
     @property
     def in_features(self) -> int:
@@ -100,7 +95,7 @@ class TiledLinear(nn.Module):
         y = torch.empty(len(rows), self.tiles.outputs)
         if len(rows):
             room = self.library.room_to_multiply(len(rows), self.tiles.inputs)
-            scratch = aligned(room, torch.uint8)
+            scratch = torch.empty(room, dtype=torch.uint8)
             self.library.multiply(
                 self.matrix,
                 rows.data_ptr(),

@@ -1,6 +1,7 @@
 """The kernels' pass against transformers' own, and against itself in other company."""
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -76,7 +77,7 @@ def fused(name, cache_dtype=torch.float32):
 
         def wide(capacity):
             cache = new_cache(capacity)
-            cache.narrow = False
+            cache.dtype = torch.float32
             return cache
 
         trunk.new_cache = wide
@@ -165,12 +166,41 @@ def test_a_long_pass_is_cut(monkeypatch):
     assert read.logits is None
 
 
-def eagle3():
+def test_nothing_is_written_past_the_end_of_a_cache():
+    trunk = fused("llama")
+    cache = trunk.new_cache(4)
+    with pytest.raises(IndexError, match="3 slots up to position 4 in a cache of 3 with 4 pos"):
+        trunk.forward(TOKENS[:, :5], Span.after([0] * 3, 5, TOKENS.device), cache)
+    trunk.forward(TOKENS[:, :4], Span.after([0] * 3, 4, TOKENS.device), cache)
+    cache.keep_rows(torch.tensor([2, 0]))
+    with pytest.raises(IndexError, match="3 slots up to position 1 in a cache of 2"):
+        trunk.forward(TOKENS[:, :1], Span.after([1] * 3, 1, TOKENS.device), cache)
+
+
+def test_threads_do_not_disturb_each_other():
+    trunk = fused("llama")
+
+    def run(row):
+        span = Span.after([0], 30, TOKENS.device)
+        return [
+            trunk.forward(TOKENS[row : row + 1], span, trunk.new_cache(30), (1,)) for _ in range(9)
+        ]
+
+    with ThreadPoolExecutor(3) as pool:
+        for row, outputs in enumerate(pool.map(run, range(3))):
+            (alone, *_) = run(row)
+            for output in outputs:
+                assert torch.equal(output.logits, alone.logits)
+                assert torch.equal(output.aux, alone.aux)
+
+
+def eagle3(norms=False, **changes):
     """A random head for these sizes; its inputs are cut into blocks but for the MLP's."""
     layer = {k: v for k, v in SIZES.items() if k not in ("num_hidden_layers", "initializer_range")}
     layer |= {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
     torch.manual_seed(3)
-    head = Eagle3Head(Eagle3Config(LlamaConfig(**layer), 60, (0, 1, 3)))
+    config = Eagle3Config(LlamaConfig(**layer | changes), 60, (0, 1, 3), norms, norms, norms)
+    head = Eagle3Head(config)
     head.set_vocabulary(torch.arange(0, 60) + 20)
     return head.eval().requires_grad_(False)
 
@@ -182,10 +212,23 @@ def beside_a_head(cache_dtype=torch.bfloat16):
     return trunk, Trunk(plain("for a head"))
 
 
-def test_a_head_drafts_as_it_does_in_torch():
+@pytest.mark.parametrize(
+    ("changes", "kind"),
+    [
+        ({}, FusedHead),
+        ({"norms": True}, FusedHead),
+        ({"attention_bias": True, "mlp_bias": True}, FusedHead),
+        ({"num_attention_heads": 2, "head_dim": 32}, FusedHead),
+        ({"intermediate_size": 50}, FusedHead),  # no whole groups
+        ({"head_dim": 24}, AttachedHead),  # no whole vectors
+    ],
+    ids=str,
+)
+def test_a_head_drafts_as_it_does_in_torch(monkeypatch, changes, kind):
+    monkeypatch.setattr("mtplx.models.fused.ROWS", 7)
     trunk, slow = beside_a_head()
-    quick, exact = attach(eagle3(), trunk), attach(eagle3(), slow)
-    assert type(quick) is FusedHead and type(exact) is AttachedHead
+    quick, exact = attach(eagle3(**changes), trunk), attach(eagle3(**changes), slow)
+    assert type(quick) is kind and type(exact) is AttachedHead
     span = Span.after([0] * 3, 12, TOKENS.device)
     text, following = TOKENS[:, :12], TOKENS[:, 1:13]
     results = []
@@ -234,6 +277,16 @@ def test_what_the_kernels_cannot_run_is_named():
     assert reason(model_type="gemma2") == "layers of type 'gemma2'"
     assert reason(hidden_act="gelu") == "an MLP with gelu"
     assert reason(head_dim=24) == "heads of 24 numbers, which is no multiple of 16"
+    model = plain("llama")
+    partial = {
+        "rope_type": "linear",
+        "rope_theta": 1e4,
+        "factor": 2.0,
+        "partial_rotary_factor": 0.5,
+    }
+    config = LlamaConfig(**SIZES, rope_parameters=partial)
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)
+    assert misfit(model) == "heads of 16 numbers of which 8 are turned"
     dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     assert reason(rope_parameters=dynamic) == "rotary positions of type 'dynamic'"
     assert "not tiled (model.layers.0.self_attn.q_proj" in misfit(plain("llama"))

@@ -1,5 +1,8 @@
 """Matrices in tiles: every kind of weight by every instruction set, against float64."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 
@@ -113,6 +116,32 @@ def test_an_input_that_is_no_number_is_not_hidden(name, wrong):
         x[1, 40] = wrong
         y = TiledLinear(library(name), Tiles.of(weight))(x)
         assert not bool(y[1].isfinite().any()) and bool(y[[0, 2]].isfinite().all())
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_inputs_next_to_nothing_do_no_harm(name, kind):
+    """Too small to be divided by, beside zeros, in a group of their own and in all."""
+    weight, exact = matrix(kind, 16, 64)
+    x = torch.zeros(3, 64)
+    for row, tiny in enumerate((1e-29, 1e-36, 1e-41)):
+        x[row, ::2] = tiny
+    x[1, 32:] = 1
+    y = TiledLinear(library(name), Tiles.of(weight))(x)
+    torch.testing.assert_close(y.double(), x.double() @ exact.T, rtol=1e-4, atol=1e-34)
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
+def test_a_copy_stands_by_itself(again):
+    weight, _ = matrix("int4", 37, 96)
+    x = inputs(4, 96)
+    linear = TiledLinear(library("generic"), Tiles.of(weight), torch.linspace(-1, 1, 37))
+    expected = linear(x)
+    copied = again(torch.nn.Sequential(linear))
+    linear.tiles.data.zero_()
+    linear.bias.zero_()
+    assert torch.equal(copied(x), expected)
+    assert copied[0].library is linear.library
 
 
 def test_layers_of_a_model_are_replaced_by_name():
