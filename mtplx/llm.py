@@ -11,6 +11,7 @@ from typing import Any, get_args, overload
 import numpy as np
 import torch
 
+from mtplx import kernels
 from mtplx.drafters.find import find_head
 from mtplx.drafters.mtp import Head
 from mtplx.engine.decoding import Batch, Burst
@@ -19,15 +20,19 @@ from mtplx.errors import MtplxError
 from mtplx.grammar import GrammarCompiler, GrammarSpec
 from mtplx.history import Constraint
 from mtplx.models.checkpoint import (
+    QUANTIZE,
     Checkpoint,
     GenerationDefaults,
+    Quantize,
     generation_defaults,
     load_model,
+    load_tiled,
     load_tokenizer,
     locate,
     locate_head,
 )
 from mtplx.models.deterministic import DeterministicTrunk
+from mtplx.models.fused import FusedTrunk, misfit
 from mtplx.models.trunk import Trunk
 from mtplx.randomness import fresh_seed
 from mtplx.sampling import SamplerConfig, Verifier, check_token_settings
@@ -430,6 +435,7 @@ def load(
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
     deterministic: bool = False,
+    quantize: Quantize | None = None,
 ) -> LLM:
     """Load a model and whatever drafts for it.
 
@@ -440,14 +446,16 @@ def load(
         device: None for CUDA or Apple's GPU where there is one, else the CPU.
         deterministic: compute every position to the same bits, whatever pass it is in: slower,
             and a coupled text is then the same at every depth, alone or in a batch.
+        quantize: on the CPU, `int8` or `int4` rounds the linear layers to numbers of so many
+            bits in groups of 32, and `file` takes those that a GGUF file has; several times
+            faster. `none` and None compute in `dtype`.
     Raises:
         MtplxError: the model or head cannot be had, in one line that says what to do.
     """
     checkpoint: Checkpoint = locate(model)
     attached = None if head is None else locate_head(head)
     place = pick_device(device)
-    network = load_model(checkpoint, pick_dtype(dtype, place), place)
-    trunk = DeterministicTrunk(network) if deterministic else Trunk(network)
+    trunk = _trunk(checkpoint, dtype, place, deterministic, quantize)
     found = find_head(checkpoint, trunk, attached)
     slow = trunk.slow_because if isinstance(trunk, DeterministicTrunk) else None
     return LLM(
@@ -460,6 +468,35 @@ def load(
         [*found.notes, *([slow] if slow else [])],
         checkpoint.origin,
     )
+
+
+def _trunk(
+    checkpoint: Checkpoint,
+    dtype: torch.dtype | str | None,
+    device: torch.device,
+    deterministic: bool,
+    quantize: Quantize | None,
+) -> Trunk:
+    """The trunk: by the kernels where its layers are to be quantised, else in torch."""
+    if quantize is None or quantize == "none":
+        network = load_model(checkpoint, pick_dtype(dtype, device), device)
+        return DeterministicTrunk(network) if deterministic else Trunk(network)
+    if quantize not in QUANTIZE:
+        raise MtplxError(f"quantize must be one of {', '.join(QUANTIZE)}, got {quantize!r}")
+    if device.type != "cpu":
+        raise MtplxError(f"quantised layers are computed on the CPU, not on {device}: device='cpu'")
+    if dtype is not None:
+        raise MtplxError("quantised layers are computed in float32: leave out dtype")
+    library = kernels.find()
+    if library is None:
+        raise MtplxError(
+            "quantize needs the kernels, which are built where a C compiler is found: install one, "
+            "then mtplx again"
+        )
+    network = load_tiled(checkpoint, library, quantize)
+    if misfit(network) is None:
+        return FusedTrunk(network, library)
+    return DeterministicTrunk(network) if deterministic else Trunk(network)
 
 
 def pick_device(device: torch.device | str | None) -> torch.device:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import mtplx
+from mtplx import kernels
 from mtplx.engine.decoding import Batch
 from mtplx.engine.request import Request
+from mtplx.models.fused import FusedTrunk
+from mtplx.models.slots import Span
 from mtplx.sampling import SamplerConfig
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
@@ -119,6 +124,32 @@ def test_a_deterministic_text_is_the_seeds_alone():
         batch = rows[start : start + 4]
         for (which, depth), text in zip(batch, texts(*batch), strict=True):
             assert text == alone[which], (which, depth)
+
+
+@pytest.mark.skipif(kernels.find() is None, reason="the kernels are not built")
+def test_the_kernels_run_the_files_own_blocks(default_model):
+    """As near to float32 as bfloat16 keys and values are, and one text at every depth."""
+    llm = mtplx.load("smollm2-135m", quantize="file", device="cpu")
+    assert isinstance(llm.trunk, FusedTrunk) and not llm.notes
+    ids = torch.tensor([llm.encode(PROMPTS[3])])
+    span = Span.after([0], ids.shape[1], ids.device)
+    mine, exact = (
+        trunk.forward(ids, span, trunk.new_cache(span.end)).logits[0].log_softmax(-1)
+        for trunk in (llm.trunk, default_model.trunk)
+    )
+    divergence = (exact.exp() * (exact - mine)).sum(-1)
+    assert divergence.mean() < 1e-4 and divergence.max() < 2e-3
+    prompts = PROMPTS[:6]
+    sampling = SamplerConfig(temperature=0.8, top_p=0.95, seed=5)
+    plain = llm.generate(prompts, max_tokens=64, depth=0, sampling=sampling)
+    for depth in (1, 2, 4):
+        drafted = llm.generate(prompts, max_tokens=64, depth=depth, sampling=sampling)
+        assert [r.token_ids for r in drafted] == [r.token_ids for r in plain]
+        cycles = sum(r.stats.cycles for r in drafted)
+        assert sum(r.stats.tokens for r in drafted) > 1.2 * cycles
+    for row, prompt in enumerate(prompts[:2]):
+        alone = llm.generate(prompt, max_tokens=64, sampling=replace(sampling, seed=5 + row))
+        assert alone.token_ids == plain[row].token_ids
 
 
 def test_the_card_says_what_the_files_hold(default_model):

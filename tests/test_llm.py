@@ -15,9 +15,17 @@ import numpy as np
 import pytest
 import tiny_checkpoint
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import mtplx
-from mtplx import SamplerConfig
+from mtplx import SamplerConfig, kernels
+from mtplx.errors import MtplxError
+from mtplx.models.blocks import quantize
+from mtplx.models.checkpoint import load_tiled, locate
+from mtplx.models.fused import FusedTrunk
+from mtplx.models.slots import Span
+from mtplx.models.tiled import Tiles
+from mtplx.models.trunk import Trunk
 
 END = 256
 # This random model likes to end its text at once; forbidden to, it goes on.
@@ -375,6 +383,92 @@ def test_what_cannot_be_loaded_is_named(
 ) -> None:
     with pytest.raises(mtplx.MtplxError, match=complaint):
         mtplx.load(directories[0], **arguments)
+
+
+@pytest.mark.skipif(kernels.find() is None, reason="the kernels are not built")
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_quantised_model_is_the_one_its_blocks_stand_for(
+    tmp_path: Path, bits: Any, deterministic: bool
+) -> None:
+    """Twice: with heads that the kernels' attention cannot take, and with some that it can."""
+    for heads, fused in ((8, False), (4, True)):
+        directory = tmp_path / str(heads)
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=tiny_checkpoint.VOCAB_SIZE,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=heads,
+            num_key_value_heads=2,
+            head_dim=64 // heads,
+            max_position_embeddings=128,
+            initializer_range=0.2,
+        )
+        model = LlamaForCausalLM(config).eval().bfloat16()
+        model.save_pretrained(directory)
+        tiny_checkpoint.tokenizer().save_pretrained(directory)
+        llm = mtplx.load(
+            directory, quantize=f"int{bits}", device="cpu", deterministic=deterministic
+        )
+        assert isinstance(llm.trunk, FusedTrunk) == fused
+        # Its rows are computed by themselves either way, so that none has to run alone.
+        assert not llm.notes
+        for name, layer in model.named_modules():
+            if isinstance(layer, torch.nn.Linear) and name != "lm_head":
+                layer.weight.data = quantize(layer.weight.data, bits).dequantize()
+        model = model.float()
+        ids = torch.arange(40)[None]
+        span = Span.after([0], 40, ids.device)
+        with torch.inference_mode():
+            expected = model(ids).logits
+            logits = llm.trunk.forward(ids, span, llm.trunk.new_cache(40)).logits
+        assert (logits - expected).norm() < 0.02 * expected.norm()
+
+
+@pytest.mark.skipif(kernels.find() is None, reason="the kernels are not built")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.bfloat16])
+def test_weights_are_rounded_once(tmp_path: Path, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=40, hidden_size=32, intermediate_size=64, num_hidden_layers=1, head_dim=16
+    )
+    model = LlamaForCausalLM(config).to(dtype)
+    model.save_pretrained(tmp_path)
+    found = kernels.find()
+    assert found is not None
+    tiled: Any = load_tiled(locate(tmp_path), found, "int8")
+    weight = model.model.layers[0].mlp.down_proj.weight.detach()
+    expected = Tiles.of(quantize(weight, 8)).data
+    assert torch.equal(tiled.model.layers[0].mlp.down_proj.tiles.data, expected)
+    output = model.lm_head.weight.detach().bfloat16()
+    assert torch.equal(tiled.lm_head.tiles.data, Tiles.of(output).data)
+
+
+def test_quantised_layers_have_their_conditions(directories: tuple[Path, Path]) -> None:
+    model, _ = directories
+    with pytest.raises(MtplxError, match="must be one of int8, int4, file, none, got 'int3'"):
+        mtplx.load(model, quantize="int3")  # type: ignore[arg-type]
+    with pytest.raises(MtplxError, match="computed in float32: leave out dtype"):
+        mtplx.load(model, quantize="int8", dtype="float32", device="cpu")
+    with pytest.raises(MtplxError, match="on the CPU, not on meta"):
+        mtplx.load(model, quantize="int8", device="meta")
+    plain = mtplx.load(model, quantize="none", dtype="float32", device="cpu")
+    assert type(plain.trunk) is Trunk
+    if kernels.find() is not None:
+        with pytest.raises(MtplxError, match=r"no blocks of its own .*: quantize='int8' or 'int4'"):
+            mtplx.load(model, quantize="file", device="cpu")
+        with pytest.raises(MtplxError, match="cannot be quantised: 16 inputs cannot be cut"):
+            mtplx.load(model, quantize="int8", device="cpu")
+
+
+def test_without_the_kernels_nothing_can_be_quantised(
+    directories: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "find", lambda: None)
+    with pytest.raises(MtplxError, match="needs the kernels, which are built where a C compiler"):
+        mtplx.load(directories[0], quantize="int4", device="cpu")
 
 
 def test_the_dtype_can_be_torchs(directories: tuple[Path, Path]) -> None:

@@ -128,6 +128,7 @@ def chat(
     seed: options.Seed = None,
     dtype: options.Dtype = None,
     device: options.Device = None,
+    quantize: options.Quantize = None,
     stats: Annotated[
         bool, typer.Option("--stats/--no-stats", help="Show figures after each answer.")
     ] = True,
@@ -141,7 +142,7 @@ def chat(
         repetition_penalty=repetition_penalty,
         seed=seed,
     )
-    llm = options.load_llm(model, head, dtype, device)
+    llm = options.load_llm(model, head, dtype, device, quantize=quantize)
     if not llm.tokenizer.chat_template:
         raise MtplxError(f"{llm.name} has no chat template: use `mtplx generate --raw`")
     if depth and llm.head is None:

@@ -53,6 +53,7 @@ def generate(
     dtype: options.Dtype = None,
     device: options.Device = None,
     deterministic: options.Deterministic = False,
+    quantize: options.Quantize = None,
     json: options.Json = False,
     logprobs: options.Logprobs = None,
     stats: Annotated[
@@ -85,7 +86,7 @@ def generate(
         raise typer.BadParameter("--logprobs needs --json, which they are printed in")
     grammar = options.read_grammar(json_schema, regex)
     text = options.read_prompt(prompt, file)
-    llm = options.load_llm(model, head, dtype, device, deterministic)
+    llm = options.load_llm(model, head, dtype, device, deterministic, quantize)
     sampling = options.sampling_for(llm, given)
     depth = llm.depth if depth is None else depth
 

@@ -83,7 +83,7 @@ def train(
     from mtplx.training.recipe import check_directory, train_head
 
     check_directory(out, resume)
-    llm = options.load_llm(model, None, dtype, "cpu")
+    llm = options.load_llm(model, None, dtype, "cpu", quantize="none")
     from mtplx.training.trainer import TrainConfig
 
     count = llm.trunk.layers

@@ -1,16 +1,21 @@
-"""An EAGLE-3 head beside a trunk, as a drafter's head."""
+"""An EAGLE-3 head beside a trunk, as a drafter's head: in torch, or by the trunk's kernels."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mtplx.errors import MtplxError
+from mtplx.models.blocks import Blocks, quantize
 from mtplx.models.eagle3 import Eagle3Head
+from mtplx.models.fused import FusedLayers, FusedSlots, FusedTrunk, heads_misfit
 from mtplx.models.slots import KVSlots, Span
+from mtplx.models.tiled import TiledLinear, Tiles
 from mtplx.models.trunk import Trunk, TrunkOutput
 
 
@@ -52,3 +57,85 @@ class AttachedHead:
 def _attend(span: Span, cache: KVSlots, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     keys, values = cache.update(k, v, span)
     return F.scaled_dot_product_attention(q, keys, values, attn_mask=span.mask, enable_gqa=True)
+
+
+class FusedHead(AttachedHead):
+    """The same with its matrices in blocks of 8 bits, each step a call of the kernels.
+
+    What that rounds can cost acceptance, and not exactness.
+    """
+
+    def __init__(self, head: Eagle3Head, trunk: FusedTrunk) -> None:
+        super().__init__(head, trunk)
+        layer, library = head.layer, trunk.fused.library
+
+        def tiled(linear: nn.Linear) -> TiledLinear:
+            weight: Tensor | Blocks = linear.weight
+            with suppress(ValueError):  # what cannot be cut into blocks stays as it is
+                weight = quantize(linear.weight, 8)
+            return TiledLinear(library, Tiles.of(weight), linear.bias)
+
+        attention, mlp = layer.self_attn, layer.mlp
+        self._output = tiled(head.lm_head)
+        self._fuse = tiled(head.fc)
+        self._layers = FusedLayers(
+            library,
+            head.config.layer,
+            [
+                {
+                    "q": tiled(attention.q_proj),
+                    "k": tiled(attention.k_proj),
+                    "v": tiled(attention.v_proj),
+                    "o": tiled(attention.o_proj),
+                    "gate": tiled(mlp.gate_proj),
+                    "up": tiled(mlp.up_proj),
+                    "down": tiled(mlp.down_proj),
+                    "post_norm": layer.post_attention_layernorm.weight,
+                }
+            ],
+            head.norm.weight,
+            self._output,
+        )
+
+    def features(self, output: TrunkOutput) -> Tensor:
+        aux = output.aux
+        assert aux is not None, "the trunk must tap the head's layers"
+        if self.head.input_norm is not None:
+            aux = self.head.input_norm(aux)
+        fused: Tensor = self._fuse(aux)
+        return fused
+
+    def new_cache(self, capacity: int) -> Any:
+        return FusedSlots(self._layers, capacity, torch.bfloat16)
+
+    @torch.inference_mode()
+    def step(self, tokens: Tensor, hidden: Tensor, span: Span, cache: Any) -> Tensor:
+        inputs, residual = self.head.layer.inputs(self._embed(tokens).float(), hidden)
+        x = residual.clone(memory_format=torch.contiguous_format)
+        _, normed, _ = self._layers.run(
+            x,
+            self.head.rotary(x, span.positions),
+            span,
+            cache,
+            inputs=inputs,
+            with_normed=self.head.config.norm_output,
+            with_logits=False,
+        )
+        return x if normed is None else normed
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        normed = hidden if self.head.config.norm_output else self.head.norm(hidden)
+        drafted: Tensor = self._output(normed)
+        return drafted
+
+
+def attach(head: Eagle3Head, trunk: Trunk) -> AttachedHead:
+    """The head beside this trunk, computed as the trunk is where the kernels can take it.
+
+    Raises:
+        MtplxError: it was made for a trunk of another shape.
+    """
+    if isinstance(trunk, FusedTrunk) and heads_misfit(head.config.layer, head.rotary) is None:
+        return FusedHead(head, trunk)
+    return AttachedHead(head, trunk)

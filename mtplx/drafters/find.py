@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from mtplx.drafters.attached import AttachedHead
+from mtplx.drafters.attached import attach
 from mtplx.drafters.mtp import Head
 from mtplx.drafters.native import load_native_head
 from mtplx.models.checkpoint import Checkpoint
@@ -40,6 +40,6 @@ def find_head(checkpoint: Checkpoint, trunk: Trunk, named: Path | None) -> Found
                 f"the head was made for {made_for}; if {checkpoint.name} is another model, the "
                 "output is as exact, but fewer drafts may be accepted"
             )
-        return FoundHead(AttachedHead(head, trunk), head.config.depth, tuple(notes))
+        return FoundHead(attach(head, trunk), head.config.depth, tuple(notes))
     native, remarks = load_native_head(checkpoint, trunk)
     return FoundHead(native, 0 if native is None else 1, remarks)

@@ -30,6 +30,7 @@ from mtplx.errors import MtplxError
 from mtplx.models.checkpoint import Checkpoint, reported, weight_files
 from mtplx.models.mtp_layers import mtp_layers, promised_layers
 from mtplx.models.slots import SlotCache, Span
+from mtplx.models.tiled import TiledLinear, Tiles
 from mtplx.models.trunk import Trunk, TrunkOutput
 
 FAMILIES = ("deepseek_v3", "glm4_moe")
@@ -195,6 +196,13 @@ def _load(checkpoint: Checkpoint, trunk: Trunk, files: dict[str, Path]) -> Nativ
     embedding, output = copies.get(_EMBEDDING), copies.get(_OUTPUT)
     if embedding is not None and not torch.equal(embedding, model.embed_tokens.weight):
         head.embed = partial(F.embedding, weight=embedding)
-    if output is not None and not torch.equal(output, model.shared_head.weight):
+    if output is not None and not _is_made_of(model.shared_head, output):
         head.project = partial(F.linear, weight=output)
     return head
+
+
+def _is_made_of(layer: Any, weight: Tensor) -> bool:
+    """Whether this is a linear layer's weight, as the layer keeps it."""
+    if isinstance(layer, TiledLinear):
+        return torch.equal(layer.tiles.data, Tiles.of(weight.bfloat16()).data)
+    return torch.equal(layer.weight, weight)

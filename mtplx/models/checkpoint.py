@@ -20,17 +20,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
+import torch
 from safetensors import SafetensorError, safe_open
 
 from mtplx.errors import MtplxError
-from mtplx.models import gguf
+from mtplx.kernels import Kernels
+from mtplx.models import blocks, gguf
+from mtplx.models.blocks import Bits, Blocks
+from mtplx.models.tiled import linear_layers, tile
 
 # As in `gguf`: transformers is imported where it is needed, so that a mistyped path does not
 # take seconds to say so.
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
@@ -348,6 +351,52 @@ def load_model(
             )
             gguf.require_fit(checkpoint.path, report)
         return model.to(device).eval().requires_grad_(False)
+
+
+Quantize = Literal["int8", "int4", "file", "none"]
+QUANTIZE = get_args(Quantize)
+"""How linear layers are kept: rounded to so many bits, in the file's own blocks, or as weights."""
+
+_BITS: dict[str, Bits] = {"int8": 8, "int4": 4}
+
+
+def load_tiled(checkpoint: Checkpoint, library: Kernels, quantize: Quantize) -> PreTrainedModel:
+    """The trunk in eval mode on the CPU with its linear layers in the kernels' tiles.
+
+    The output head is kept in bfloat16; all that is no linear layer is float32.
+
+    Args:
+        checkpoint: whose weights they are.
+        library: the kernels.
+        quantize: `int8`, `int4`, or `file`.
+    Raises `MtplxError` as `load_model` does, where weights cannot be cut into blocks, and where a
+    file has none.
+    """
+    if quantize == "file":
+        if not checkpoint.is_gguf or not gguf.can_be_tiled(checkpoint.gguf_file):
+            raise MtplxError(
+                f"{checkpoint.name}: has no blocks of its own that the kernels can take: "
+                "quantize='int8' or 'int4' makes some"
+            )
+        with reported(checkpoint):
+            model = gguf.load_tiled(checkpoint.gguf_file, library)
+        return model.eval().requires_grad_(False)
+    # In the checkpoint's own type, so that weights are rounded once; a GGUF file's would take twice
+    # the memory.
+    own = None if checkpoint.is_gguf else load_config(checkpoint).dtype
+    model = load_model(checkpoint, own or torch.bfloat16)
+    head = model.get_output_embeddings()
+    for name, layer in linear_layers(model):
+        weight: torch.Tensor | Blocks = layer.weight.bfloat16()
+        if layer is not head:
+            try:
+                weight = blocks.quantize(layer.weight, _BITS[quantize])
+            except ValueError as error:
+                raise MtplxError(
+                    f"{checkpoint.name}: {name} cannot be quantised: {error}"
+                ) from None
+        tile(model, name, library, weight, layer.bias)
+    return model.float()
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:

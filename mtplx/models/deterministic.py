@@ -309,7 +309,7 @@ _MOVING = (
     "embedding index index_put_ select slice split chunk cat stack pad repeat_interleave "
     "view reshape flatten transpose t permute squeeze unsqueeze expand contiguous "
     "to type_as clone alias detach detach_ lift_fresh resolve_conj resolve_neg "
-    "arange new_zeros zeros_like ones_like"
+    "arange empty new_zeros zeros_like ones_like"
 )
 _ROW_BY_ROW = frozenset(f"{_COMPUTING} {_MOVING}".split())
 """Operations whose course no value decides, so that one trial tells for all numbers.

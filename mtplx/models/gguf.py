@@ -14,7 +14,7 @@ from __future__ import annotations
 import mmap
 import shutil
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import gcd, prod
@@ -28,11 +28,16 @@ import torch
 from gguf import GGMLQuantizationType, GGUFValueType
 
 from mtplx.errors import MtplxError
+from mtplx.kernels import Kernels
+from mtplx.models.blocks import Blocks, from_gguf
+from mtplx.models.tiled import linear_layers, tile
 
 # transformers takes seconds to import, so the functions that need it import it: a damaged file is
 # reported before that.
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+Weight = torch.Tensor | Blocks
 
 
 # --- the container ---------------------------------------------------------------------------
@@ -384,27 +389,11 @@ def load_model(file: GgufFile, dtype: torch.dtype) -> PreTrainedModel:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     config = load_config(file)
-    family = _FAMILIES.get(file.architecture)
-    if family is None:
+    if file.architecture not in _FAMILIES:
         return _load_through_transformers(file, dtype)
-
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-    weights = {}
-    for name, tensor in file.tensors.items():
-        if name == _ROPE_FACTORS:  # in the config already
-            continue
-        try:
-            values = tensor.dequantize()
-        except NotImplementedError:
-            raise MtplxError(
-                f"{file.path}: {name} is of type {tensor.kind.name}, which is not decoded here: "
-                "use the model in another quantisation"
-            ) from None
-        module = name.split(".")[-2]
-        if family.interleaved and module in heads:
-            values = _halves(values, heads[module])
-        weights[_transformers_name(name, file)] = values.to(dtype)
-
+    weights = {
+        name: _dequantized(values).to(dtype) for name, values in _weights(file, config, _values)
+    }
     model, report = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
         None,
         config=config,
@@ -414,12 +403,97 @@ def load_model(file: GgufFile, dtype: torch.dtype) -> PreTrainedModel:
         output_loading_info=True,
     )
     require_fit(file.path, report)
-    if unexpected := report["unexpected_keys"]:
-        raise MtplxError(
-            f"{file.path}: a {file.architecture} model has no place for {len(unexpected)} of its "
-            f"weights, first {min(unexpected)}: use the model's Hugging Face checkpoint"
-        )
+    _refuse_leftovers(file, report["unexpected_keys"])
     return model
+
+
+def can_be_tiled(file: GgufFile) -> bool:
+    """Whether `load_tiled` knows the architecture."""
+    return file.architecture in _FAMILIES
+
+
+def load_tiled(file: GgufFile, library: Kernels) -> PreTrainedModel:
+    """The model on the CPU with its linear layers in tiles, their blocks as they are in the file.
+
+    Blocks of other types than the kernels have are rounded to bfloat16; the rest is float32.
+
+    Raises `MtplxError` where the file's tensors are not those of its architecture.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    config = load_config(file)
+    with torch.device("meta"):
+        model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+    weights = dict(_weights(file, config, _blocks))
+    if config.tie_word_embeddings:
+        # The output head's tiles are made of the embedding, which is looked up elsewhere.
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    shapes = {name: tuple(part.shape) for name, part in model.named_parameters()}
+    shapes["lm_head.weight"] = tuple(model.lm_head.weight.shape)
+    missing = sorted(shapes.keys() - weights.keys())
+    mismatched = [
+        (name, tuple(weights[name].shape), shape)
+        for name, shape in shapes.items()
+        if name in weights and tuple(weights[name].shape) != shape
+    ]
+    require_fit(file.path, {"missing_keys": missing, "mismatched_keys": mismatched})
+    _refuse_leftovers(file, weights.keys() - shapes.keys())
+    for name, _ in linear_layers(model):
+        weight, bias = weights.pop(f"{name}.weight"), weights.pop(f"{name}.bias", None)
+        if isinstance(weight, torch.Tensor):
+            weight = weight.bfloat16()
+        tile(model, name, library, weight, None if bias is None else _dequantized(bias))
+    rest = {name: _dequantized(weight) for name, weight in weights.items()}
+    model.load_state_dict(rest, assign=True)
+    # Its frequencies are no weights, and were not computed on the meta device.
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)
+    return model
+
+
+def _refuse_leftovers(file: GgufFile, names: Collection[str]) -> None:
+    if names:
+        raise MtplxError(
+            f"{file.path}: a {file.architecture} model has no place for {len(names)} of its "
+            f"weights, first {min(names)}: use the model's Hugging Face checkpoint"
+        )
+
+
+def _weights(
+    file: GgufFile, config: Any, read: Callable[[GgufTensor], Weight]
+) -> Iterator[tuple[str, Weight]]:
+    """The weights by transformers' names, rows in its order."""
+    family = _FAMILIES[file.architecture]
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    for name, tensor in file.tensors.items():
+        if name == _ROPE_FACTORS:  # in the config already
+            continue
+        try:
+            values = read(tensor)
+        except NotImplementedError:
+            raise MtplxError(
+                f"{file.path}: {name} is of type {tensor.kind.name}, which is not decoded here: "
+                "use the model in another quantisation"
+            ) from None
+        module = name.split(".")[-2]
+        if family.interleaved and module in heads:
+            if isinstance(values, Blocks):
+                values = values.rows(_halves(torch.arange(len(values.numbers)), heads[module]))
+            else:
+                values = _halves(values, heads[module])
+        yield _transformers_name(name, file), values
+
+
+def _values(tensor: GgufTensor) -> Weight:
+    return tensor.dequantize()
+
+
+def _blocks(tensor: GgufTensor) -> Weight:
+    blocks = from_gguf(tensor.data, tensor.kind.name, tensor.shape)
+    return tensor.dequantize() if blocks is None else blocks
+
+
+def _dequantized(weight: Weight) -> torch.Tensor:
+    return weight.dequantize() if isinstance(weight, Blocks) else weight
 
 
 def require_fit(path: Path, report: Mapping[str, Any]) -> None:

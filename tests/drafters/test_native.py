@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
+from mtplx import kernels
 from mtplx.drafters.find import find_head
 from mtplx.drafters.native import load_native_head
 from mtplx.engine.decoding import Batch
@@ -24,6 +25,7 @@ from mtplx.engine.request import Request
 from mtplx.errors import MtplxError
 from mtplx.inspection import inspect
 from mtplx.models.checkpoint import Checkpoint, load_config, load_model
+from mtplx.models.tiled import linear_layers, tile
 from mtplx.models.trunk import Trunk
 from mtplx.sampling import SamplerConfig
 
@@ -287,6 +289,32 @@ def test_a_checkpoint_in_one_file_loads_too_and_without_a_network(tmp_path, fami
     assert notes == ()
     texts, _ = decode(trunk, head, PROMPTS, 2)
     assert texts == decode(trunk, None, PROMPTS, 0)[0]
+
+
+@pytest.mark.skipif(kernels.find() is None, reason="the kernels are not built")
+@pytest.mark.parametrize("own", [False, True])
+def test_a_trunk_in_tiles_has_the_same_head(tmp_path, loaded, own):
+    def change(tensors):
+        if own:
+            tensors[f"{LAYER}shared_head.head.weight"].mul_(-2)
+
+    checkpoint = Checkpoint(
+        "tiny", tiny_native.write(tmp_path, loaded[0].config.model_type, change=change)
+    )
+    model = load_model(checkpoint, torch.float32)
+    for name, layer in linear_layers(model):
+        # As loading keeps the output head, in bfloat16.
+        narrow = layer is model.get_output_embeddings()
+        weight = layer.weight.bfloat16() if narrow else layer.weight
+        tile(model, name, kernels.find(), weight, layer.bias)
+    trunk = Trunk(model)
+    head, _ = load_native_head(checkpoint, trunk)
+    hidden = torch.randn(3, tiny_native.HIDDEN)
+    expected = loaded[1].logits(hidden) * (-2 if own else 1)
+    torch.testing.assert_close(head.logits(hidden), expected, rtol=0.02, atol=0.02)
+    assert (head.project is model.lm_head) == (not own)
+    # What is drafted is verified, so that the text is the trunk's own.
+    assert decode(trunk, head, PROMPTS, 2)[0] == decode(trunk, None, PROMPTS, 0)[0]
 
 
 def test_the_drafts_do_not_depend_on_the_trunks_kind_of_attention(directory, loaded):

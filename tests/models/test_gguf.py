@@ -27,8 +27,12 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import (
     get_gguf_tokenizer,
 )
 
+from mtplx import kernels
 from mtplx.errors import MtplxError
 from mtplx.models import checkpoint, gguf
+from mtplx.models.fused import FusedTrunk, misfit
+from mtplx.models.slots import Span
+from mtplx.models.tiled import linear_layers
 
 MODULES = {
     "model.embed_tokens": "token_embd",
@@ -298,6 +302,17 @@ def test_llama_3_rope_is_found_again_from_its_factors(tmp_path):
         gguf.load_model(file, torch.float32)
 
 
+def in_float32(file):
+    return gguf.load_model(file, torch.float32)
+
+
+def in_tiles(file):
+    return gguf.load_tiled(file, kernels.find())
+
+
+needs_kernels = pytest.mark.skipif(kernels.find() is None, reason="the kernels are not built")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -333,10 +348,11 @@ def test_llama_3_rope_is_found_again_from_its_factors(tmp_path):
         "unexpected",
     ],
 )
-def test_a_file_that_is_not_the_model_it_says_is_refused(tmp_path, options, message):
+@pytest.mark.parametrize("load", [in_float32, pytest.param(in_tiles, marks=needs_kernels)])
+def test_a_file_that_is_not_the_model_it_says_is_refused(tmp_path, options, message, load):
     file = write(tmp_path / "m.gguf", tiny(), **options)
     with pytest.raises(MtplxError, match=message) as caught:
-        gguf.load_model(file, torch.float32)
+        load(file)
     assert "\n" not in str(caught.value)
     assert "m.gguf" in str(caught.value)
 
@@ -704,3 +720,29 @@ def test_default_model_itself_writes_blanks_before_digits_our_way(default_file, 
         logits = model(ids).logits[0, -1]
     one, two = default_tokenizer.convert_tokens_to_ids(["Ċ", "ĊĊ"])
     assert logits[two] > logits[one]
+
+
+# --- in tiles --------------------------------------------------------------------------------
+
+
+@needs_kernels
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q8_0, Kind.F16], ids=lambda k: k.name)
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_a_file_in_tiles_is_the_model_it_is_otherwise(tmp_path, architecture, kind, tied):
+    file = write(
+        tmp_path / "m.gguf", tiny(architecture, tie_word_embeddings=tied), architecture, kind=kind
+    )
+    # Blocks that the kernels have are exact; others are rounded to bfloat16.
+    rounded = gguf.load_model(file, torch.bfloat16 if kind is Kind.F16 else torch.float32)
+    model = in_tiles(file).eval()
+    assert not linear_layers(model) and misfit(model) is None
+    ids = torch.arange(40).view(2, 20)
+    with torch.inference_mode():
+        expected, logits = rounded.float()(ids).logits, model(ids).logits
+        fused = FusedTrunk(model, kernels.find())
+        span = Span.after([0, 0], 20, ids.device)
+        quick = fused.forward(ids, span, fused.new_cache(20)).logits
+    limit = 0.02 if kind is Kind.F16 else 1e-3  # of the embedding, which stays as it is
+    assert (logits - expected).norm() < limit * expected.norm()
+    assert (quick - logits).norm() < 0.02 * logits.norm()  # the cache's own rounding

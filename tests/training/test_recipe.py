@@ -13,9 +13,11 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import mtplx
+from mtplx import kernels
 from mtplx.cli.commands import app
 from mtplx.errors import MtplxError
 from mtplx.models.eagle3 import save_head
+from mtplx.models.tiled import tile
 from mtplx.training import loss, openings, recipe
 from mtplx.training.recipe import train_head
 from mtplx.training.selfplay import Author
@@ -302,6 +304,15 @@ def test_text_longer_than_the_context_is_refused(model, tmp_path):
     text.save(tmp_path / "t.npz")
     with pytest.raises(MtplxError, match=r"600 tokens, more than .* 512"):
         begin(model, tmp_path / "run", write=0, text=[tmp_path / "t.npz"])
+
+
+@pytest.mark.skipif(kernels.find() is None, reason="the kernels are not built")
+def test_a_quantised_trunk_is_refused(model, tmp_path):
+    llm = mtplx.load(model, dtype="float32", device="cpu")
+    output = llm.trunk.model.lm_head
+    tile(llm.trunk.model, "lm_head", kernels.find(), output.weight, output.bias)
+    with pytest.raises(MtplxError, match="trunk's own weights: load the model without quantize"):
+        train_head(llm, tmp_path / "run", TrainConfig(), write=48)
 
 
 def test_wrong_usage_is_one_line(model, tmp_path, short):

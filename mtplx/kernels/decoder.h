@@ -1,0 +1,92 @@
+/* A decoder's forward pass for a few tokens at a time, on a CPU.
+ *
+ * Every row of a pass is computed by itself, in an order that does not depend on how many rows
+ * there are, which one it is, or how many threads work on them: the same position gives the same
+ * bits in a pass of one and in a pass of eight.
+ */
+#ifndef MTPLX_DECODER_H
+#define MTPLX_DECODER_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+/* How a matrix is stored: in tiles of 16 outputs by 32 inputs, one row of tiles after another, so
+ * that a pass reads it from front to back. Outputs and inputs are padded with zeros to whole tiles.
+ *
+ *   FOUR_BITS   256 bytes of numbers 0 to 15, then 16 scales and 16 minima in half precision:
+ *               weight = scale * number + minimum
+ *   EIGHT_BITS  512 bytes of numbers 0 to 255, then 16 scales: weight = scale * (number - 128)
+ *   BFLOAT16    32 rows of 16 weights
+ *   FLOAT32     the same
+ *
+ * In the first two, four inputs of one output lie beside each other, then those of the next output:
+ * the order in which CPUs multiply and add bytes.
+ */
+enum { FOUR_BITS, EIGHT_BITS, BFLOAT16, FLOAT32 };
+
+typedef struct {
+    int32_t kind, outputs, inputs; /* without padding */
+    const uint8_t *tiles;
+    const float *bias; /* of the outputs, or NULL */
+} Matrix;
+
+typedef struct {
+    Matrix q, k, v, o, gate, up, down;
+    const float *input_norm, *post_norm; /* of the hidden size */
+    const float *q_norm, *k_norm;        /* of a head's size, or NULL */
+} Layer;
+
+typedef struct {
+    int32_t layers, hidden, heads, kv_heads, head_size, intermediate;
+    float epsilon, attention_scale;
+    const Layer *layer;
+    const float *norm;
+    Matrix output;
+} Decoder;
+
+/* Keys and values of all layers: bfloat16 or float32, [layers, slots, kv_heads, capacity, head]. */
+typedef struct {
+    int32_t narrow; /* bfloat16 */
+    int32_t slots, capacity;
+    void *keys, *values;
+} Cache;
+
+/* One token of a pass: a slot and its position there. What it attends to is what lies in the slot
+ * up to and with that position. */
+typedef struct {
+    int32_t slot, position;
+} Place;
+
+/* `x` holds embeddings at first, and the residual stream after the last layer in the end.
+ * `inputs` is what the first layer's attention is given instead of its norm of x, or NULL.
+ * `streams[i]` is where the residual stream after i layers is wanted, or NULL.
+ * `normed` and `logits` may be NULL. `scratch` has room for what `mtplx_room` says. */
+typedef struct {
+    float *x;               /* [rows, hidden] */
+    const float *inputs;    /* [rows, inputs of the first layer] */
+    const float *cos, *sin; /* [rows, head_size] */
+    const Place *places;    /* [rows] */
+    float *const *streams;  /* [layers + 1] */
+    float *normed;          /* [rows, hidden] */
+    float *logits;          /* [rows, vocabulary] */
+    void *scratch;
+    int32_t rows, threads;
+} Pass;
+
+/* What there is for one instruction set. */
+typedef struct {
+    const char *name;
+    void (*pass)(const Decoder *, const Cache *, const Pass *);
+    /* x [rows, inputs] by a matrix into y [rows, outputs]. */
+    void (*multiply)(const Matrix *, const float *x, float *y, void *scratch, int32_t rows,
+                     int32_t threads);
+} Set;
+
+/* The set of this name, or the best one for NULL; NULL if this CPU cannot run it. */
+const Set *mtplx_set(const char *name);
+
+/* How much scratch memory a pass or a multiplication needs, in bytes. */
+size_t mtplx_room(const Decoder *, int32_t rows, int32_t threads, int32_t capacity);
+size_t mtplx_room_to_multiply(int32_t rows, int32_t inputs);
+
+#endif

@@ -1,0 +1,551 @@
+/* The pass itself: compiled once for each instruction set, whose file defines SET_NAME and SET. */
+
+#include <math.h>
+#include <string.h>
+
+#include "decoder.h"
+
+#ifdef _OPENMP
+#include <omp.h>
+#define BARRIER _Pragma("omp barrier")
+#define THREAD omp_get_thread_num()
+#define THREADS omp_get_num_threads()
+#else
+#define BARRIER (void)0
+#define THREAD 0
+#define THREADS 1
+#endif
+
+typedef float Lanes __attribute__((vector_size(64), aligned(4)));
+typedef int32_t Ints __attribute__((vector_size(64), aligned(4)));
+typedef uint16_t Halves __attribute__((vector_size(32), aligned(2)));
+typedef uint32_t Words __attribute__((vector_size(64), aligned(4)));
+typedef int8_t Bytes __attribute__((vector_size(16), aligned(1)));
+
+#define INLINE static inline __attribute__((always_inline))
+enum { OUTPUTS = 16, INPUTS = 32, ROWS = 8 };
+
+static const size_t TILE_BYTES[] = {256 + 64, 512 + 32, 1024, 2048};
+
+/* 32 inputs of one row as fixed-point numbers of 16 bits: high * 256 + low, times a scale. */
+typedef struct {
+    int8_t high[INPUTS], low[INPUTS];
+} Group;
+
+typedef struct {
+    Group *groups; /* [rows, inputs / 32] */
+    float *scales; /* of each group */
+    int32_t *sums; /* of each group's numbers */
+    float *plain;  /* [rows, inputs padded]: what they stand for */
+    int count;     /* groups of a row */
+} Inputs;
+
+INLINE int groups_of(int inputs) { return (inputs + INPUTS - 1) / INPUTS; }
+
+INLINE int blocks_of(int outputs) { return (outputs + OUTPUTS - 1) / OUTPUTS; }
+
+INLINE Lanes all(float x) { return x - (Lanes){0}; }
+
+INLINE Lanes load(const float *x) {
+    Lanes v;
+    memcpy(&v, x, sizeof v);
+    return v;
+}
+
+INLINE float sum_of(Lanes v) {
+    /* In one order, whatever the compiler. */
+    float a[16];
+    memcpy(a, &v, sizeof a);
+    for (int width = 8; width; width /= 2)
+        for (int i = 0; i < width; i++) a[i] += a[i + width];
+    return a[0];
+}
+
+INLINE Lanes from_bfloat16(const uint16_t *x) {
+    Halves h;
+    memcpy(&h, x, sizeof h);
+    Words w = __builtin_convertvector(h, Words) << 16;
+    Lanes v;
+    memcpy(&v, &w, sizeof v);
+    return v;
+}
+
+INLINE uint16_t to_bfloat16(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)(bits >> 16 | 64); /* NaN stays one */
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+INLINE Lanes from_halves(const uint8_t *x) {
+#if defined(MTPLX_AVX512)
+    return (Lanes)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)x));
+#elif defined(MTPLX_AVX2)
+    float a[16];
+    _mm256_storeu_ps(a, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)x)));
+    _mm256_storeu_ps(a + 8, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(x + 16))));
+    return load(a);
+#else
+    Halves h;
+    memcpy(&h, x, sizeof h);
+    Words w = __builtin_convertvector(h, Words);
+    /* Exponent and mantissa moved into place, 112 more in the exponent by a multiplication that
+     * also makes subnormal numbers normal. */
+    Words bits = (w & 0x7fff) << 13, sign = (w & 0x8000) << 16;
+    Lanes v;
+    memcpy(&v, &bits, sizeof v);
+    v *= 0x1p112f;
+    memcpy(&bits, &v, sizeof v);
+    bits |= sign;
+    memcpy(&v, &bits, sizeof v);
+    return v;
+#endif
+}
+
+/* acc + the products of four bytes each, unsigned by signed, in every lane. */
+INLINE Ints dot_bytes(Ints acc, Words weights, const int8_t *four) {
+#if defined(MTPLX_AVX512)
+    /* As one instruction; compilers make two of the intrinsic, and a broadcast costs as much as a
+     * product. */
+    __asm__("vpdpbusd %2%{1to16%}, %1, %0"
+            : "+v"(acc)
+            : "v"(weights), "m"(*(const int8_t(*)[4])four));
+    return acc;
+#else
+    int32_t inputs;
+    memcpy(&inputs, four, 4);
+#if defined(MTPLX_AVX2)
+    /* By way of 16 bits, with even and odd bytes apart, for the sum of two products of bytes does
+     * not fit into 16 bits. */
+    __m256i x = _mm256_set1_epi32(inputs);
+    __m256i x_even = _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8), x_odd = _mm256_srai_epi16(x, 8);
+    __m256i low = _mm256_set1_epi16(255);
+    __m256i part[2], sum[2];
+    memcpy(part, &weights, sizeof part);
+    memcpy(sum, &acc, sizeof sum);
+    for (int i = 0; i < 2; i++) {
+        __m256i even = _mm256_and_si256(part[i], low), odd = _mm256_srli_epi16(part[i], 8);
+        sum[i] = _mm256_add_epi32(sum[i], _mm256_madd_epi16(even, x_even));
+        sum[i] = _mm256_add_epi32(sum[i], _mm256_madd_epi16(odd, x_odd));
+    }
+    memcpy(&acc, sum, sizeof acc);
+    return acc;
+#else
+    for (int j = 0; j < 4; j++)
+        acc += (Ints)(weights >> (8 * j) & 255) * (int32_t)(int8_t)(inputs >> (8 * j));
+    return acc;
+#endif
+#endif
+}
+
+/* One row of tiles by `rows` rows of inputs. */
+INLINE void row_of_tiles(const int kind, const uint8_t *tile, const Inputs *x, int first,
+                         const int rows, Lanes *acc) {
+    const int count = x->count;
+    const size_t bytes = TILE_BYTES[kind];
+    for (int m = 0; m < rows; m++) acc[m] = all(0);
+    for (int g = 0; g < count; g++, tile += bytes) {
+        /* A number, for no pointer may go past the end. */
+        const uintptr_t ahead = (uintptr_t)tile + 6 * bytes;
+        for (size_t line = 0; line < bytes; line += 64)
+            __builtin_prefetch((const void *)(ahead + line), 0, 3);
+        if (kind == BFLOAT16 || kind == FLOAT32) {
+            for (int k = 0; k < INPUTS; k++) {
+                Lanes v = kind == BFLOAT16 ? from_bfloat16((const uint16_t *)tile + OUTPUTS * k)
+                                           : load((const float *)tile + OUTPUTS * k);
+                for (int m = 0; m < rows; m++)
+                    acc[m] += v * x->plain[((size_t)(first + m) * count + g) * INPUTS + k];
+            }
+            continue;
+        }
+        Words numbers[8];
+        if (kind == FOUR_BITS) {
+            for (int i = 0; i < 4; i++) {
+                memcpy(&numbers[i], tile + 64 * i, 64);
+                numbers[i + 4] = numbers[i] >> 4 & 0x0f0f0f0f;
+                numbers[i] &= 0x0f0f0f0f;
+            }
+        } else {
+            memcpy(numbers, tile, 512);
+        }
+        Lanes scale = from_halves(tile + (kind == FOUR_BITS ? 256 : 512)), minimum = all(0);
+        if (kind == FOUR_BITS) minimum = from_halves(tile + 288);
+        for (int m = 0; m < rows; m++) {
+            const size_t at = (size_t)(first + m) * count + g;
+            const Group *group = &x->groups[at];
+            Ints high = {0}, low = {0};
+            for (int i = 0; i < 8; i++) {
+                high = dot_bytes(high, numbers[i], group->high + 4 * i);
+                low = dot_bytes(low, numbers[i], group->low + 4 * i);
+            }
+            Ints exact = high * 256 + low;
+            float unit = x->scales[at];
+            if (kind == EIGHT_BITS) exact -= 128 * x->sums[at];
+            acc[m] += __builtin_convertvector(exact, Lanes) * (scale * unit);
+            if (kind == FOUR_BITS) acc[m] += minimum * (unit * (float)x->sums[at]);
+        }
+    }
+}
+
+#define CASE(kind, n) \
+    case (kind) * (ROWS + 1) + (n): \
+        row_of_tiles(kind, tile, x, first, n, acc); \
+        break;
+#define EACH(kind) \
+    CASE(kind, 1) CASE(kind, 2) CASE(kind, 3) CASE(kind, 4) \
+    CASE(kind, 5) CASE(kind, 6) CASE(kind, 7) CASE(kind, 8)
+
+/* Rows of tiles `from` to `to` by all rows of inputs, into y [rows, outputs]. */
+static void multiply(const Matrix *w, const Inputs *x, int rows, int from, int to, float *y,
+                     int add) {
+    const size_t bytes = TILE_BYTES[w->kind] * (size_t)x->count;
+    for (int first = 0; first < rows; first += ROWS) {
+        const int some = rows - first < ROWS ? rows - first : ROWS;
+        for (int block = from; block < to; block++) {
+            const uint8_t *tile = w->tiles + bytes * (size_t)block;
+            Lanes acc[ROWS];
+            switch (w->kind * (ROWS + 1) + some) {
+                EACH(FOUR_BITS) EACH(EIGHT_BITS) EACH(BFLOAT16) EACH(FLOAT32)
+            }
+            const int begin = block * OUTPUTS;
+            const int width = w->outputs - begin < OUTPUTS ? w->outputs - begin : OUTPUTS;
+            for (int m = 0; m < some; m++) {
+                float out[OUTPUTS], *to_y = y + (size_t)(first + m) * w->outputs + begin;
+                memcpy(out, &acc[m], sizeof out);
+                for (int i = 0; i < width; i++) {
+                    float value = out[i] + (w->bias ? w->bias[begin + i] : 0);
+                    to_y[i] = add ? to_y[i] + value : value;
+                }
+            }
+        }
+    }
+}
+
+/* A row of `size` numbers as the matrices take them, padded with zeros to whole groups. */
+static void take_row(const float *x, int row, int size, Inputs *in) {
+    float *plain = in->plain + (size_t)row * in->count * INPUTS;
+    memcpy(plain, x, sizeof(float) * size);
+    memset(plain + size, 0, sizeof(float) * (in->count * INPUTS - size));
+    for (int g = 0; g < in->count; g++) {
+        const size_t at = (size_t)row * in->count + g;
+        const Lanes part[2] = {load(plain + INPUTS * g), load(plain + INPUTS * g + 16)};
+        /* Without their signs floats are ordered as their bits are. */
+        int32_t bits[INPUTS], most = 0;
+        memcpy(bits, part, sizeof bits);
+        for (int i = 0; i < INPUTS; i++) bits[i] &= 0x7fffffff;
+        for (int i = 0; i < INPUTS; i++) most = bits[i] > most ? bits[i] : most;
+        float largest;
+        memcpy(&largest, &most, 4);
+        /* The largest becomes 127 * 256, so that its high byte does not overflow. What is so small
+         * that its inverse might is nothing. */
+        const float unit = largest > 1e-30f ? 32512 / largest : 0;
+        /* Where not all are finite, the numbers are 0 and the scale is not finite. */
+        const Ints finite = (Ints){0} - (most < 0x7f800000);
+        Ints total = {0};
+        for (int h = 0; h < 2; h++) {
+            /* Rounded to the nearest by the number behind which floats have no fractions. */
+            const Lanes rounded = (part[h] * unit + 12582912.0f) - 12582912.0f;
+            const Ints number =
+                __builtin_convertvector((Lanes)((Ints)rounded & finite), Ints);
+            const Ints high = (number + 128) >> 8, low = number - high * 256;
+            const Bytes high_bytes = __builtin_convertvector(high, Bytes);
+            const Bytes low_bytes = __builtin_convertvector(low, Bytes);
+            memcpy(in->groups[at].high + 16 * h, &high_bytes, 16);
+            memcpy(in->groups[at].low + 16 * h, &low_bytes, 16);
+            total += number;
+        }
+        in->scales[at] = largest / 32512;
+        in->sums[at] = 0;
+        for (int i = 0; i < 16; i++) in->sums[at] += total[i];
+    }
+}
+
+static void take_rows(const float *x, int rows, int size, Inputs *in) {
+    in->count = groups_of(size);
+    for (int m = 0; m < rows; m++) take_row(x + (size_t)m * size, m, size, in);
+}
+
+/* x / sqrt(mean(x^2) + epsilon) * weight */
+static void norm(const float *x, const float *weight, int size, float epsilon, float *y) {
+    Lanes squares = all(0);
+    int i = 0;
+    for (; i + 16 <= size; i += 16) squares += load(x + i) * load(x + i);
+    float sum = sum_of(squares);
+    for (; i < size; i++) sum += x[i] * x[i];
+    const float factor = 1 / sqrtf(sum / size + epsilon);
+    for (i = 0; i < size; i++) y[i] = x[i] * factor * weight[i];
+}
+
+/* The first half of a head turned against the second, in place. */
+static void rotate(float *x, const float *cos, const float *sin, int size) {
+    const int half = size / 2;
+    for (int i = 0; i < half; i++) {
+        const float a = x[i], b = x[i + half];
+        x[i] = a * cos[i] - b * sin[i];
+        x[i + half] = b * cos[i + half] + a * sin[i + half];
+    }
+}
+
+static void keep(const Cache *cache, void *where, size_t at, const float *x, int size) {
+    if (cache->narrow)
+        for (int i = 0; i < size; i++) ((uint16_t *)where)[at + i] = to_bfloat16(x[i]);
+    else
+        memcpy((float *)where + at, x, sizeof(float) * size);
+}
+
+INLINE Lanes kept(const int narrow, const void *where, size_t at) {
+    return narrow ? from_bfloat16((const uint16_t *)where + at) : load((const float *)where + at);
+}
+
+/* e to the power of x <= 0, as good as float32 is: 2^n (1 + a polynomial), in lanes. What lies below
+ * -87, or is no number, is taken for -87. */
+INLINE Lanes exponential(Lanes x) {
+    const Lanes least = all(-87.0f);
+    const Ints above = x > least;
+    x = (Lanes)(((Ints)x & above) | ((Ints)least & ~above));
+    Lanes n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;
+    Lanes r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
+    Lanes p = all(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    Ints exponent = (__builtin_convertvector(n, Ints) + 127) << 23;
+    return p * (Lanes)exponent;
+}
+
+/* One query over the first `length` keys of its slot. `scores` has room for them, rounded up. */
+INLINE void attend_kind(const int narrow, const float *q, const void *keys, const void *values,
+                        size_t at, int length, int size, float scale, float *scores, float *y) {
+    const int parts = size / 16;
+    float highest = -INFINITY;
+    for (int t = 0; t < length; t++) {
+        Lanes dot = all(0);
+        for (int i = 0; i < parts; i++)
+            dot += load(q + 16 * i) * kept(narrow, keys, at + (size_t)t * size + 16 * i);
+        scores[t] = sum_of(dot) * scale;
+        highest = fmaxf(highest, scores[t]);
+    }
+    for (int t = length; t % 16; t++) scores[t] = -INFINITY;
+    Lanes total = all(0);
+    for (int t = 0; t < length; t += 16) {
+        Lanes e = exponential(load(scores + t) - highest);
+        memcpy(scores + t, &e, sizeof e);
+        for (int i = length; i < t + 16; i++) scores[i] = 0;
+        total += load(scores + t);
+    }
+    const float share = 1 / sum_of(total);
+    for (int i = 0; i < parts; i++) {
+        Lanes sum = all(0);
+        for (int t = 0; t < length; t++)
+            sum += kept(narrow, values, at + (size_t)t * size + 16 * i) * scores[t];
+        sum *= share;
+        memcpy(y + 16 * i, &sum, sizeof sum);
+    }
+}
+
+static void attend(const Cache *cache, const float *q, size_t at, int length, int size, float scale,
+                   float *scores, float *y) {
+    if (cache->narrow)
+        attend_kind(1, q, cache->keys, cache->values, at, length, size, scale, scores, y);
+    else
+        attend_kind(0, q, cache->keys, cache->values, at, length, size, scale, scores, y);
+}
+
+/* up * gate / (1 + e^-gate), into up. */
+static void gate_with(const float *gate, float *up, int count) {
+    for (int i = 0; i < count; i += 16) {
+        /* A part of a vector is computed as a whole one. */
+        const int some = count - i < 16 ? count - i : 16;
+        Lanes g = all(0), u = all(0);
+        memcpy(&g, gate + i, sizeof(float) * some);
+        memcpy(&u, up + i, sizeof(float) * some);
+        /* By e^-|g|, which does not overflow. */
+        const Ints negative = (Ints)g >> 31;
+        const Lanes e = exponential((Lanes)((Ints)g | (int32_t)0x80000000));
+        const Lanes plus = 1 / (1 + e), minus = plus * e;
+        u *= g * (Lanes)(((Ints)minus & negative) | ((Ints)plus & ~negative));
+        memcpy(up + i, &u, sizeof(float) * some);
+    }
+}
+
+/* --- the pass -------------------------------------------------------------------------------- */
+
+typedef struct {
+    float *q, *k, *v, *attended, *gate, *up;
+    uintptr_t own; /* of the first thread; the others' follow */
+    size_t own_bytes;
+} Room;
+
+typedef struct {
+    Inputs in;
+    float *normed, *scores;
+} Own;
+
+static int widest(const Decoder *d) {
+    int width = d->hidden;
+    const int others[] = {d->heads * d->head_size, d->intermediate, d->layer[0].q.inputs};
+    for (int i = 0; i < 3; i++) width = others[i] > width ? others[i] : width;
+    return width;
+}
+
+/* The next `bytes` of the scratch memory, in whole lines of the cache. */
+static void *cut(uintptr_t *at, size_t bytes) {
+    const uintptr_t here = *at;
+    *at += (bytes + 63) / 64 * 64;
+    return (void *)here;
+}
+
+static Inputs cut_inputs(uintptr_t *at, int rows, int size) {
+    const size_t groups = (size_t)rows * groups_of(size);
+    Inputs in;
+    in.groups = cut(at, groups * sizeof(Group));
+    in.scales = cut(at, groups * sizeof(float));
+    in.sums = cut(at, groups * sizeof(int32_t));
+    in.plain = cut(at, groups * INPUTS * sizeof(float));
+    in.count = groups_of(size);
+    return in;
+}
+
+static Own cut_own(uintptr_t *at, const Decoder *d, int rows, int capacity) {
+    Own own;
+    own.in = cut_inputs(at, rows, widest(d));
+    own.normed = cut(at, sizeof(float) * rows * d->hidden);
+    own.scores = cut(at, sizeof(float) * (capacity + 16));
+    return own;
+}
+
+static Room cut_room(uintptr_t *at, const Decoder *d, int rows, int threads, int capacity) {
+    const size_t row = sizeof(float) * rows;
+    Room room;
+    room.q = cut(at, row * d->heads * d->head_size);
+    room.k = cut(at, row * d->kv_heads * d->head_size);
+    room.v = cut(at, row * d->kv_heads * d->head_size);
+    room.attended = cut(at, row * d->heads * d->head_size);
+    room.gate = cut(at, row * d->intermediate);
+    room.up = cut(at, row * d->intermediate);
+    room.own = *at;
+    cut_own(at, d, rows, capacity);
+    room.own_bytes = *at - room.own;
+    *at = room.own + threads * room.own_bytes;
+    return room;
+}
+
+/* A thread's share of a matrix's rows of tiles. */
+typedef struct {
+    int from, to;
+} Share;
+
+static Share share_of(int outputs, int thread, int threads) {
+    const int64_t blocks = blocks_of(outputs);
+    const Share share = {(int)(blocks * thread / threads), (int)(blocks * (thread + 1) / threads)};
+    return share;
+}
+
+static void my_part(const Matrix *w, const Inputs *in, int rows, int thread, int threads, float *y,
+                    int add) {
+    const Share share = share_of(w->outputs, thread, threads);
+    multiply(w, in, rows, share.from, share.to, y, add);
+}
+
+static void norm_rows(const float *x, const float *weight, const Decoder *d, int rows, float *y) {
+    for (int m = 0; m < rows; m++)
+        norm(x + (size_t)m * d->hidden, weight, d->hidden, d->epsilon, y + (size_t)m * d->hidden);
+}
+
+static void pass_of(const Decoder *d, const Cache *cache, const Pass *pass, const Room *room,
+                    int thread, int threads) {
+    const int rows = pass->rows, size = d->head_size, hidden = d->hidden;
+    const int shared = d->heads / d->kv_heads;
+    const size_t plane = (size_t)cache->capacity * size;
+    uintptr_t at = room->own + thread * room->own_bytes;
+    Own own = cut_own(&at, d, rows, cache->capacity);
+    for (int l = 0; l < d->layers; l++) {
+        const Layer *layer = &d->layer[l];
+        const size_t slots = (size_t)l * cache->slots;
+        if (pass->streams && pass->streams[l] && thread == 0)
+            memcpy(pass->streams[l], pass->x, sizeof(float) * rows * hidden);
+        if (l == 0 && pass->inputs) {
+            take_rows(pass->inputs, rows, layer->q.inputs, &own.in);
+        } else {
+            norm_rows(pass->x, layer->input_norm, d, rows, own.normed);
+            take_rows(own.normed, rows, hidden, &own.in);
+        }
+        my_part(&layer->q, &own.in, rows, thread, threads, room->q, 0);
+        my_part(&layer->k, &own.in, rows, thread, threads, room->k, 0);
+        my_part(&layer->v, &own.in, rows, thread, threads, room->v, 0);
+        BARRIER;
+        for (int i = thread; i < rows * d->kv_heads; i += threads) {
+            const int m = i / d->kv_heads, head = i % d->kv_heads;
+            const Place place = pass->places[m];
+            const size_t to = ((slots + place.slot) * d->kv_heads + head) * plane +
+                              (size_t)place.position * size;
+            float *k = room->k + (size_t)i * size;
+            if (layer->k_norm) norm(k, layer->k_norm, size, d->epsilon, k);
+            rotate(k, pass->cos + (size_t)m * size, pass->sin + (size_t)m * size, size);
+            keep(cache, cache->keys, to, k, size);
+            keep(cache, cache->values, to, room->v + (size_t)i * size, size);
+        }
+        BARRIER;
+        for (int i = thread; i < rows * d->heads; i += threads) {
+            const int m = i / d->heads, head = i % d->heads;
+            const Place place = pass->places[m];
+            const size_t from = ((slots + place.slot) * d->kv_heads + head / shared) * plane;
+            float *q = room->q + (size_t)i * size;
+            if (layer->q_norm) norm(q, layer->q_norm, size, d->epsilon, q);
+            rotate(q, pass->cos + (size_t)m * size, pass->sin + (size_t)m * size, size);
+            attend(cache, q, from, place.position + 1, size, d->attention_scale, own.scores,
+                   room->attended + (size_t)i * size);
+        }
+        BARRIER;
+        take_rows(room->attended, rows, d->heads * size, &own.in);
+        my_part(&layer->o, &own.in, rows, thread, threads, pass->x, 1);
+        BARRIER;
+        norm_rows(pass->x, layer->post_norm, d, rows, own.normed);
+        take_rows(own.normed, rows, hidden, &own.in);
+        my_part(&layer->gate, &own.in, rows, thread, threads, room->gate, 0);
+        my_part(&layer->up, &own.in, rows, thread, threads, room->up, 0);
+        /* Each thread has made both of what it now joins. */
+        const Share share = share_of(d->intermediate, thread, threads);
+        const int begin = share.from * OUTPUTS;
+        const int end = share.to * OUTPUTS < d->intermediate ? share.to * OUTPUTS : d->intermediate;
+        for (int m = 0; m < rows; m++) {
+            const size_t row = (size_t)m * d->intermediate + begin;
+            gate_with(room->gate + row, room->up + row, end - begin);
+        }
+        BARRIER;
+        take_rows(room->up, rows, d->intermediate, &own.in);
+        my_part(&layer->down, &own.in, rows, thread, threads, pass->x, 1);
+        BARRIER;
+    }
+    if (pass->streams && pass->streams[d->layers] && thread == 0)
+        memcpy(pass->streams[d->layers], pass->x, sizeof(float) * rows * hidden);
+    if (!pass->normed && !pass->logits) return;
+    norm_rows(pass->x, d->norm, d, rows, own.normed);
+    if (pass->normed && thread == 0)
+        memcpy(pass->normed, own.normed, sizeof(float) * rows * hidden);
+    if (pass->logits) {
+        take_rows(own.normed, rows, hidden, &own.in);
+        my_part(&d->output, &own.in, rows, thread, threads, pass->logits, 0);
+    }
+}
+
+static void pass_all(const Decoder *d, const Cache *cache, const Pass *pass) {
+    uintptr_t at = (uintptr_t)pass->scratch;
+    const Room room = cut_room(&at, d, pass->rows, pass->threads, cache->capacity);
+#pragma omp parallel num_threads(pass->threads)
+    pass_of(d, cache, pass, &room, THREAD, THREADS);
+}
+
+static void multiply_all(const Matrix *w, const float *x, float *y, void *scratch, int32_t rows,
+                         int32_t threads) {
+    uintptr_t at = (uintptr_t)scratch;
+    Inputs in = cut_inputs(&at, rows, w->inputs);
+    take_rows(x, rows, w->inputs, &in);
+#pragma omp parallel num_threads(threads)
+    my_part(w, &in, rows, THREAD, THREADS, y, 0);
+}
+
+const Set SET = {SET_NAME, pass_all, multiply_all};

@@ -1,0 +1,321 @@
+"""A decoder whose whole pass is one call of the kernels: Llama's kind of layers, on a CPU.
+
+Every position is computed by itself and in one order, so what comes out does not depend on the
+pass it was in, to the last bit: this trunk is deterministic without being asked.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mtplx import kernels
+from mtplx.kernels import Kernels
+from mtplx.models.slots import Span
+from mtplx.models.tiled import TiledLinear
+from mtplx.models.trunk import Trunk, TrunkOutput
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Model types with these layers and no others: RMS norm, rotated heads, a gated MLP."""
+
+_STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+"""Rotations that do not depend on how long a text is."""
+
+ROWS = 256
+"""Positions in one call; more are cut."""
+
+
+LANES = 16
+"""Of the kernels' vectors; a head's size is a multiple of it."""
+
+
+def misfit(model: Any) -> str | None:
+    """Why a model cannot be run by the kernels' pass, or None if it can.
+
+    Args:
+        model: of transformers, with its linear layers tiled.
+    """
+    config = model.config
+    if config.model_type not in FAMILIES:
+        return f"layers of type {config.model_type!r}"
+    if config.hidden_act != "silu":
+        return f"an MLP with {config.hidden_act}"
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rope not in _STATIC_ROPE:
+        return f"rotary positions of type {rope!r}"
+    heads = heads_misfit(config, model.get_decoder().rotary_emb)
+    plain = [name for name, part in model.named_modules() if isinstance(part, nn.Linear)]
+    return heads or (f"layers that are not tiled ({plain[0]} and others)" if plain else None)
+
+
+def heads_misfit(config: Any, rotary: Any) -> str | None:
+    """Why the kernels' attention cannot take heads of this kind, or None if it can.
+
+    Args:
+        config: with the sizes of transformers' Llama.
+        rotary: embedding of positions.
+    """
+    size, turned = _head_size(config), 2 * len(rotary.inv_freq)
+    if size % LANES:
+        return f"heads of {size} numbers, which is no multiple of {LANES}"
+    return f"heads of {size} numbers of which {turned} are turned" if turned != size else None
+
+
+def _head_size(config: Any) -> int:
+    return int(
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    )
+
+
+class FusedLayers:
+    """Layers and what follows them, ready for the kernels; keeps what they point to alive."""
+
+    def __init__(
+        self,
+        library: Kernels,
+        config: Any,
+        layers: Sequence[dict[str, TiledLinear | Tensor]],
+        norm: Tensor,
+        output: TiledLinear,
+    ) -> None:
+        """
+        Args:
+            library: the kernels.
+            config: with the sizes of transformers' Llama.
+            layers: of each the matrices and norms of kernels.Layer, by name; those it lacks are
+                left out.
+            norm: weight of the last norm, [H].
+            output: to the vocabulary.
+        """
+        self.library = library
+        self._held: list[Any] = [layers, output]
+        table = (kernels.Layer * len(layers))()
+        for entry, parts in zip(table, layers, strict=True):
+            for name, part in parts.items():
+                setattr(
+                    entry, name, part.matrix if isinstance(part, TiledLinear) else self._at(part)
+                )
+        self._held.append(table)
+        self.input_size = int(table[0].q.inputs)
+        self.hidden_size = int(config.hidden_size)
+        self.kv_heads = int(config.num_key_value_heads)
+        self.head_size = _head_size(config)
+        self.vocab_size = output.out_features
+        self.count = len(layers)
+        self.decoder = kernels.Decoder(
+            len(layers),
+            self.hidden_size,
+            int(config.num_attention_heads),
+            self.kv_heads,
+            self.head_size,
+            int(config.intermediate_size),
+            float(config.rms_norm_eps),
+            self.head_size**-0.5,
+            table,
+            self._at(norm),
+            output.matrix,
+        )
+
+    def _at(self, numbers: Tensor) -> int:
+        held = numbers.detach().float().contiguous()
+        self._held.append(held)
+        return held.data_ptr()
+
+    def run(
+        self,
+        x: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        span: Span,
+        cache: FusedSlots,
+        *,
+        inputs: Tensor | None = None,
+        streams: Sequence[int] = (),
+        with_normed: bool = True,
+        with_logits: bool = True,
+    ) -> tuple[dict[int, Tensor], Tensor | None, Tensor | None]:
+        """One pass over T positions of each of B slots.
+
+        Args:
+            x: embeddings, [B, T, H] float32, contiguous; overwritten by the last stream.
+            rotation: cosines and sines, [B, T, D] each.
+            span: where the positions lie.
+            cache: written there.
+            inputs: for the first layer's attention, instead of its norm of x, [B, T, K] float32.
+            streams: layers after which the residual stream is wanted, 0 for x itself.
+            with_normed: whether what the last norm makes of the stream is wanted.
+            with_logits: whether logits are.
+        Returns:
+            The streams [B, T, H] by layer, the normed states [B, T, H], the logits [B, T, V].
+        Raises:
+            IndexError: the cache ends before the span.
+        """
+        shape = span.positions.shape
+        places = cache.places(span)
+        cos, sin = (part.float().contiguous() for part in rotation)
+        inputs = None if inputs is None else inputs.contiguous()
+        # The kernels do not ask how large anything is.
+        assert x.is_contiguous() and x.dtype == torch.float32
+        assert x.shape == (*shape, self.hidden_size)
+        assert cos.shape == sin.shape == (*shape, self.head_size)
+        if inputs is not None:
+            assert inputs.shape == (*shape, self.input_size) and inputs.dtype == torch.float32
+
+        found = {layer: torch.empty(*shape, self.hidden_size) for layer in streams}
+        normed = torch.empty(*shape, self.hidden_size) if with_normed else None
+        logits = torch.empty(*shape, self.vocab_size) if with_logits else None
+        count, threads = shape.numel(), torch.get_num_threads()
+        room = self.library.room(self.decoder, min(count, ROWS), threads, cache.capacity)
+        scratch = torch.empty(room, dtype=torch.uint8)
+        for row in range(0, count, ROWS):
+            table = (ctypes.c_void_p * (self.count + 1))()
+            for layer, stream in found.items():
+                table[layer] = _from(stream, row)
+            self.library.run(
+                self.decoder,
+                cache.table(),
+                kernels.Pass(
+                    _from(x, row),
+                    _from(inputs, row),
+                    _from(cos, row),
+                    _from(sin, row),
+                    _from(places, row),
+                    table,
+                    _from(normed, row),
+                    _from(logits, row),
+                    scratch.data_ptr(),
+                    min(ROWS, count - row),
+                    threads,
+                ),
+            )
+        return found, normed, logits
+
+
+def _from(numbers: Tensor | None, row: int) -> int | None:
+    """Where this row of contiguous [B, T, any] begins, B * T rows in all."""
+    if numbers is None:
+        return None
+    # In numbers, for slicing takes longer than a small pass.
+    return numbers.data_ptr() + row * numbers.shape[-1] * numbers.element_size()
+
+
+class FusedSlots:
+    """Keys and values of all layers, [L, B, kv_heads, capacity, D] each, allocated on first use."""
+
+    def __init__(self, layers: FusedLayers, capacity: int, dtype: torch.dtype) -> None:
+        """
+        Args:
+            layers: whose they are.
+            capacity: positions of a slot.
+            dtype: bfloat16 or float32.
+        """
+        self.layers, self.capacity, self.dtype = layers, capacity, dtype
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+
+    def places(self, span: Span) -> Tensor:
+        """Slot and position of every token of a pass, [B, T, 2] int32, once there is room for them.
+
+        Raises:
+            IndexError: there is none.
+        """
+        slots = len(span.positions)
+        if self.keys is None:
+            layers = self.layers
+            shape = (layers.count, slots, layers.kv_heads, self.capacity, layers.head_size)
+            self.keys, self.values = (torch.zeros(shape, dtype=self.dtype) for _ in range(2))
+        if span.end > self.capacity or slots > self.keys.shape[1]:
+            raise IndexError(
+                f"{slots} slots up to position {span.end - 1} in a cache of {self.keys.shape[1]} "
+                f"with {self.capacity} positions each"
+            )
+        row = torch.arange(slots)[:, None].expand_as(span.positions)
+        return torch.stack([row, span.positions], -1).to(torch.int32)
+
+    def table(self) -> kernels.Cache:
+        """For the kernels."""
+        assert self.keys is not None and self.values is not None, "ask for places first"
+        return kernels.Cache(
+            int(self.dtype == torch.bfloat16),
+            self.keys.shape[1],
+            self.capacity,
+            self.keys.data_ptr(),
+            self.values.data_ptr(),
+        )
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Drop all slots but these, [N] int64."""
+        if self.keys is not None and self.values is not None:
+            # The one way to pick rows whose result is certain to be contiguous.
+            self.keys, self.values = (
+                part.index_select(1, rows) for part in (self.keys, self.values)
+            )
+
+
+class FusedTrunk(Trunk):
+    """A trunk whose passes are the kernels'. Its model's own code is not run."""
+
+    def __init__(self, model: Any, library: Kernels) -> None:
+        assert misfit(model) is None
+        decoder = model.get_decoder()
+        self.fused = FusedLayers(
+            library,
+            model.config,
+            [_parts(layer) for layer in decoder.layers],
+            decoder.norm.weight,
+            model.get_output_embeddings(),
+        )
+        super().__init__(model)
+
+    def tap(self, layer_ids: Sequence[int]) -> None:
+        """Every stream can be had, without hooks."""
+
+    def new_cache(self, capacity: int) -> Any:
+        return FusedSlots(self.fused, capacity, torch.bfloat16)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        tokens: Tensor,
+        span: Span,
+        cache: Any,
+        taps: Sequence[int] = (),
+        with_logits: bool = True,
+    ) -> TrunkOutput:
+        x = self.embed(tokens).float().contiguous()
+        # Past the context lies only the padding of other rows' longer drafts.
+        rotation = self.decoder.rotary_emb(x, span.positions.clamp_max(self.context - 1))
+        found, normed, logits = self.fused.run(
+            x, rotation, span, cache, streams=taps, with_logits=with_logits
+        )
+        assert normed is not None
+        aux = torch.cat([found[layer] for layer in taps], -1) if taps else None
+        return TrunkOutput(normed, aux, logits)
+
+    @torch.inference_mode()
+    def read(self, tokens: Tensor, taps: Sequence[int] = ()) -> TrunkOutput:
+        batch, width = tokens.shape
+        span = Span.after([0] * batch, width, tokens.device)
+        return self.forward(tokens, span, self.new_cache(width), taps, with_logits=False)
+
+
+def _parts(layer: Any) -> dict[str, TiledLinear | Tensor]:
+    attention, mlp = layer.self_attn, layer.mlp
+    parts: dict[str, TiledLinear | Tensor] = {
+        "q": attention.q_proj,
+        "k": attention.k_proj,
+        "v": attention.v_proj,
+        "o": attention.o_proj,
+        "gate": mlp.gate_proj,
+        "up": mlp.up_proj,
+        "down": mlp.down_proj,
+        "input_norm": layer.input_layernorm.weight,
+        "post_norm": layer.post_attention_layernorm.weight,
+    }
+    for name in ("q_norm", "k_norm"):
+        if hasattr(attention, name):
+            parts[name] = getattr(attention, name).weight
+    return parts

@@ -1,0 +1,292 @@
+"""The kernels' pass against transformers' own, and against itself in other company."""
+
+import copy
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+from mtplx import SamplerConfig, kernels
+from mtplx.drafters.attached import AttachedHead, FusedHead, attach
+from mtplx.engine.decoding import Batch
+from mtplx.engine.request import Request
+from mtplx.models.eagle3 import Eagle3Config, Eagle3Head
+from mtplx.models.fused import FusedTrunk, misfit
+from mtplx.models.slots import Span
+from mtplx.models.tiled import linear_layers, tile
+from mtplx.models.trunk import Trunk
+
+pytestmark = pytest.mark.skipif(kernels.find() is None, reason="the kernels are not built")
+
+VOCAB = 101
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 40,
+    "intermediate_size": 72,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.3,
+}
+CONFIGS = {
+    "llama": LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True),
+    "llama3 rope": LlamaConfig(
+        **SIZES,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+    ),
+    "tied": LlamaConfig(**SIZES | {"tie_word_embeddings": True}),
+    "mistral": MistralConfig(**SIZES, sliding_window=None),
+    "qwen2": Qwen2Config(**SIZES),
+    "qwen3": Qwen3Config(**SIZES),
+}
+
+
+def plain(name):
+    torch.manual_seed(5)
+    model = (
+        AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[name]))
+        .float()
+        .eval()
+        .requires_grad_(False)
+    )
+    for parameter in model.parameters():
+        if parameter.ndim == 1:  # norms and biases that differ from what they begin as
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    return model
+
+
+def fused(name, cache_dtype=torch.float32):
+    model = plain(name)
+    library = kernels.find()
+    for layer_name, layer in linear_layers(model):
+        tile(model, layer_name, library, layer.weight, layer.bias)
+    trunk = FusedTrunk(model, library)
+    if cache_dtype is torch.float32:
+        new_cache = trunk.new_cache
+
+        def wide(capacity):
+            cache = new_cache(capacity)
+            cache.dtype = torch.float32
+            return cache
+
+        trunk.new_cache = wide
+    return trunk
+
+
+TOKENS = torch.randint(0, VOCAB, (3, 30), generator=torch.Generator().manual_seed(7))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_pass_is_transformers_own(name):
+    model, trunk = plain(name), fused(name)
+    with torch.inference_mode():
+        expected = model(TOKENS, output_hidden_states=True)
+    span = Span.after([0] * 3, 30, TOKENS.device)
+    output = trunk.forward(TOKENS, span, trunk.new_cache(30), taps=(0, 1, 3))
+    close = {"rtol": 1e-3, "atol": 1e-3}
+    torch.testing.assert_close(output.logits, expected.logits, **close)
+    torch.testing.assert_close(output.hidden, expected.hidden_states[-1], **close)
+    streams = expected.hidden_states
+    # transformers gives the last stream behind the norm only, so that one is normed here.
+    normed = trunk.decoder.norm(output.aux[..., 80:])
+    torch.testing.assert_close(output.aux[..., :80], torch.cat(streams[:2], -1), **close)
+    torch.testing.assert_close(normed, streams[-1], **close)
+
+
+def test_a_narrow_cache_is_bfloat16s_own_rounding():
+    model, trunk = plain("llama"), fused("llama", torch.bfloat16)
+    cache = trunk.new_cache(30)
+    output = trunk.forward(TOKENS, Span.after([0] * 3, 30, TOKENS.device), cache)
+    with torch.inference_mode():
+        expected = model(TOKENS).logits
+    assert cache.keys.dtype == torch.bfloat16
+    wrong = (output.logits - expected).norm() / expected.norm()
+    assert 1e-5 < wrong < 0.05
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_position_is_the_same_to_the_bit_in_any_pass(name, dtype):
+    trunk = fused(name, dtype)
+    whole = trunk.forward(TOKENS, Span.after([0] * 3, 30, TOKENS.device), trunk.new_cache(30))
+    threads = torch.get_num_threads()
+    try:
+        for row, cuts in ((0, [1] * 30), (1, [7, 2, 5, 16]), (2, [29, 1])):
+            torch.set_num_threads(1 + row)
+            cache, at = trunk.new_cache(41), 0
+            for width in cuts:
+                part = TOKENS[row : row + 1, at : at + width]
+                # A rejected draft was written here before.
+                junk = torch.zeros(1, 9, dtype=torch.int64)
+                trunk.forward(junk, Span.after([at], 9, junk.device), cache)
+                output = trunk.forward(part, Span.after([at], width, part.device), cache, (2,))
+                assert torch.equal(output.logits[0], whole.logits[row, at : at + width])
+                at += width
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_rows_of_different_lengths_do_not_see_each_other():
+    trunk = fused("qwen2")
+    lengths, width = [4, 11, 0], 5
+    cache = trunk.new_cache(20)
+    start = Span.after([0] * 3, 11, TOKENS.device)
+    trunk.forward(TOKENS[:, :11], start, cache, with_logits=False)
+    span = Span.after(lengths, width, TOKENS.device)
+    ragged = trunk.forward(TOKENS.gather(1, span.positions), span, cache).logits
+    cache.keep_rows(torch.tensor([2, 1]))
+    span = Span.after([5, 16], 2, TOKENS.device)
+    later = trunk.forward(TOKENS[[2, 1]].gather(1, span.positions), span, cache).logits
+    whole = trunk.forward(TOKENS, Span.after([0] * 3, 30, TOKENS.device), trunk.new_cache(30))
+    for row, length in enumerate(lengths):
+        assert torch.equal(ragged[row], whole.logits[row, length : length + width])
+    assert torch.equal(later, torch.stack([whole.logits[2, 5:7], whole.logits[1, 16:18]]))
+
+
+def test_a_long_pass_is_cut(monkeypatch):
+    trunk = fused("llama")
+    span = Span.after([0] * 3, 30, TOKENS.device)
+    whole = trunk.forward(TOKENS, span, trunk.new_cache(30), (1,))
+    monkeypatch.setattr("mtplx.models.fused.ROWS", 7)
+    cut = trunk.forward(TOKENS, span, trunk.new_cache(30), (1,))
+    assert torch.equal(cut.logits, whole.logits) and torch.equal(cut.aux, whole.aux)
+    read = trunk.read(TOKENS, (1,))
+    assert torch.equal(read.hidden, whole.hidden) and torch.equal(read.aux, whole.aux)
+    assert read.logits is None
+
+
+def test_nothing_is_written_past_the_end_of_a_cache():
+    trunk = fused("llama")
+    cache = trunk.new_cache(4)
+    with pytest.raises(IndexError, match="3 slots up to position 4 in a cache of 3 with 4 pos"):
+        trunk.forward(TOKENS[:, :5], Span.after([0] * 3, 5, TOKENS.device), cache)
+    trunk.forward(TOKENS[:, :4], Span.after([0] * 3, 4, TOKENS.device), cache)
+    cache.keep_rows(torch.tensor([2, 0]))
+    with pytest.raises(IndexError, match="3 slots up to position 1 in a cache of 2"):
+        trunk.forward(TOKENS[:, :1], Span.after([1] * 3, 1, TOKENS.device), cache)
+
+
+def test_threads_do_not_disturb_each_other():
+    trunk = fused("llama")
+
+    def run(row):
+        span = Span.after([0], 30, TOKENS.device)
+        return [
+            trunk.forward(TOKENS[row : row + 1], span, trunk.new_cache(30), (1,)) for _ in range(9)
+        ]
+
+    with ThreadPoolExecutor(3) as pool:
+        for row, outputs in enumerate(pool.map(run, range(3))):
+            (alone, *_) = run(row)
+            for output in outputs:
+                assert torch.equal(output.logits, alone.logits)
+                assert torch.equal(output.aux, alone.aux)
+
+
+def eagle3(norms=False, **changes):
+    """A random head for these sizes; its inputs are cut into blocks but for the MLP's."""
+    layer = {k: v for k, v in SIZES.items() if k not in ("num_hidden_layers", "initializer_range")}
+    layer |= {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    torch.manual_seed(3)
+    config = Eagle3Config(LlamaConfig(**layer | changes), 60, (0, 1, 3), norms, norms, norms)
+    head = Eagle3Head(config)
+    head.set_vocabulary(torch.arange(0, 60) + 20)
+    return head.eval().requires_grad_(False)
+
+
+def beside_a_head(cache_dtype=torch.bfloat16):
+    sizes = SIZES | {"hidden_size": 32, "intermediate_size": 64}
+    CONFIGS["for a head"] = LlamaConfig(**sizes)
+    trunk = fused("for a head", cache_dtype)
+    return trunk, Trunk(plain("for a head"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind"),
+    [
+        ({}, FusedHead),
+        ({"norms": True}, FusedHead),
+        ({"attention_bias": True, "mlp_bias": True}, FusedHead),
+        ({"num_attention_heads": 2, "head_dim": 32}, FusedHead),
+        ({"intermediate_size": 50}, FusedHead),  # no whole groups
+        ({"head_dim": 24}, AttachedHead),  # no whole vectors
+    ],
+    ids=str,
+)
+def test_a_head_drafts_as_it_does_in_torch(monkeypatch, changes, kind):
+    monkeypatch.setattr("mtplx.models.fused.ROWS", 7)
+    trunk, slow = beside_a_head()
+    quick, exact = attach(eagle3(**changes), trunk), attach(eagle3(**changes), slow)
+    assert type(quick) is kind and type(exact) is AttachedHead
+    span = Span.after([0] * 3, 12, TOKENS.device)
+    text, following = TOKENS[:, :12], TOKENS[:, 1:13]
+    results = []
+    for head, of in ((quick, trunk), (exact, slow)):
+        output = of.forward(text, span, of.new_cache(12), head.taps, with_logits=False)
+        cache = head.new_cache(14)
+        hidden = head.step(following, head.features(output), span, cache)
+        more = Span.after([12] * 3, 1, TOKENS.device)
+        second = head.step(TOKENS[:, 13:14], hidden[:, -1:], more, cache)
+        results.append((hidden, head.logits(hidden[:, -1]), head.logits(second[:, 0])))
+    for mine, theirs in zip(*results, strict=True):
+        # Eight bits a weight, and a cache of eight bits a number.
+        assert (mine - theirs).norm() < 0.03 * theirs.norm()
+
+
+@pytest.mark.parametrize("verifier", ["token", "block", "coupled"])
+def test_a_texts_tokens_do_not_depend_on_the_depth_or_the_neighbours(verifier):
+    trunk, _ = beside_a_head()
+    head = attach(eagle3(), trunk)
+    sampling = SamplerConfig(temperature=0.0 if verifier != "coupled" else 0.9)
+
+    def texts(depth, prompts):
+        requests = [Request(p, sampling, 11, 24, depth, verifier=verifier) for p in prompts]
+        output = [[] for _ in prompts]
+        for bursts in Batch(trunk, head, requests).run():
+            for burst in bursts:
+                output[burst.index] += burst.tokens
+        return output
+
+    prompts = [(3, 1, 4), (1, 5, 9, 2, 6, 5), (3,)]
+    expected = [texts(0, [prompt])[0] for prompt in prompts]
+    for depth in (1, 2, 4):
+        assert texts(depth, prompts) == expected
+
+
+def test_what_the_kernels_cannot_run_is_named():
+    def reason(name="llama", **changes):
+        model = plain(name)
+        for key, value in changes.items():
+            setattr(model.config, key, value)
+        for layer_name, layer in linear_layers(model):
+            tile(model, layer_name, kernels.find(), layer.weight, layer.bias)
+        return misfit(model)
+
+    assert reason() is None
+    assert reason(model_type="gemma2") == "layers of type 'gemma2'"
+    assert reason(hidden_act="gelu") == "an MLP with gelu"
+    assert reason(head_dim=24) == "heads of 24 numbers, which is no multiple of 16"
+    model = plain("llama")
+    partial = {
+        "rope_type": "linear",
+        "rope_theta": 1e4,
+        "factor": 2.0,
+        "partial_rotary_factor": 0.5,
+    }
+    config = LlamaConfig(**SIZES, rope_parameters=partial)
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)
+    assert misfit(model) == "heads of 16 numbers of which 8 are turned"
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    assert reason(rope_parameters=dynamic) == "rotary positions of type 'dynamic'"
+    assert "not tiled (model.layers.0.self_attn.q_proj" in misfit(plain("llama"))
