@@ -155,5 +155,5 @@ def test_the_kernels_run_the_files_own_blocks(default_model):
 def test_the_card_says_what_the_files_hold(default_model):
     head = default_model.head.head
     assert head.config.verifier_name == "HuggingFaceTB/SmolLM2-135M-Instruct"
-    assert default_model.depth == head.config.depth == 1
+    assert default_model.depth == head.config.depth == 2
     assert len(head.draft_ids) == 8192

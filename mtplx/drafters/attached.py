@@ -1,4 +1,4 @@
-"""An EAGLE-3 head beside a trunk, as a drafter's head: in torch, or by the trunk's kernels."""
+"""An EAGLE-3 head beside a trunk, as a drafter's head: in torch, or by the kernels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mtplx import kernels
 from mtplx.errors import MtplxError
+from mtplx.kernels import Kernels
 from mtplx.models.blocks import Blocks, quantize
 from mtplx.models.eagle3 import Eagle3Head
 from mtplx.models.fused import FusedLayers, FusedSlots, FusedTrunk, heads_misfit
@@ -22,7 +24,15 @@ from mtplx.models.trunk import Trunk, TrunkOutput
 class AttachedHead:
     """Binds a head to the trunk whose states it is fed and whose embedding it shares."""
 
-    def __init__(self, head: Eagle3Head, trunk: Trunk) -> None:
+    def __init__(self, head: Eagle3Head, trunk: Trunk, dtype: torch.dtype | None = None) -> None:
+        """
+        Args:
+            head: to be bound; its weights are cast.
+            trunk: to bind it to.
+            dtype: to compute in; None for the trunk's.
+        Raises:
+            MtplxError: the head was made for a trunk of another shape.
+        """
         layer = head.config.layer
         if layer.hidden_size != trunk.hidden_size or layer.vocab_size != trunk.vocab_size:
             raise MtplxError(
@@ -30,7 +40,7 @@ class AttachedHead:
                 f"{layer.vocab_size} tokens; this one has {trunk.hidden_size} and "
                 f"{trunk.vocab_size}"
             )
-        self.head = head.cast(trunk.dtype).to(trunk.device)
+        self.head = head.cast(dtype or trunk.dtype).to(trunk.device)
         self.taps: tuple[int, ...] = head.config.aux_layer_ids
         trunk.tap(self.taps)
         self.draft_ids: Tensor | None = head.draft_ids
@@ -65,9 +75,9 @@ class FusedHead(AttachedHead):
     What that rounds can cost acceptance, and not exactness.
     """
 
-    def __init__(self, head: Eagle3Head, trunk: FusedTrunk) -> None:
-        super().__init__(head, trunk)
-        layer, library = head.layer, trunk.fused.library
+    def __init__(self, head: Eagle3Head, trunk: Trunk, library: Kernels) -> None:
+        super().__init__(head, trunk, torch.float32)
+        layer = head.layer
 
         def tiled(linear: nn.Linear) -> TiledLinear:
             weight: Tensor | Blocks = linear.weight
@@ -131,11 +141,15 @@ class FusedHead(AttachedHead):
 
 
 def attach(head: Eagle3Head, trunk: Trunk) -> AttachedHead:
-    """The head beside this trunk, computed as the trunk is where the kernels can take it.
+    """The head beside this trunk, by the kernels where they can take it.
+
+    Beside a float32 trunk in torch it stays in torch too: that pair is what others are held to.
 
     Raises:
         MtplxError: it was made for a trunk of another shape.
     """
-    if isinstance(trunk, FusedTrunk) and heads_misfit(head.config.layer, head.rotary) is None:
-        return FusedHead(head, trunk)
+    library = kernels.find() if trunk.device.type == "cpu" else None
+    reference = trunk.dtype == torch.float32 and not isinstance(trunk, FusedTrunk)
+    if library and not reference and heads_misfit(head.config.layer, head.rotary) is None:
+        return FusedHead(head, trunk, library)
     return AttachedHead(head, trunk)

@@ -22,6 +22,7 @@ typedef uint16_t Halves __attribute__((vector_size(32), aligned(2)));
 typedef uint32_t Words __attribute__((vector_size(64), aligned(4)));
 typedef int8_t Bytes __attribute__((vector_size(16), aligned(1)));
 
+#define UNROLLED _Pragma("GCC unroll 8")
 #define INLINE static inline __attribute__((always_inline))
 enum { OUTPUTS = 16, INPUTS = 32, ROWS = 8 };
 
@@ -35,7 +36,8 @@ typedef struct {
 typedef struct {
     Group *groups; /* [rows, inputs / 32] */
     float *scales; /* of each group */
-    int32_t *sums; /* of each group's numbers */
+    float *totals; /* of what each group's numbers stand for */
+    int32_t *zeros; /* 128 times the sum of each group's numbers */
     float *plain;  /* [rows, inputs padded]: what they stand for */
     int count;     /* groups of a row */
 } Inputs;
@@ -140,10 +142,12 @@ INLINE Ints dot_bytes(Ints acc, Words weights, const int8_t *four) {
 
 /* One row of tiles by `rows` rows of inputs. */
 INLINE void row_of_tiles(const int kind, const uint8_t *tile, const Inputs *x, int first,
-                         const int rows, Lanes *acc) {
+                         const int rows, Lanes *result) {
     const int count = x->count;
     const size_t bytes = TILE_BYTES[kind];
-    for (int m = 0; m < rows; m++) acc[m] = all(0);
+    /* Known here alone, and every loop over it unrolled, so that it stays in registers. */
+    Lanes acc[ROWS];
+    UNROLLED for (int m = 0; m < rows; m++) acc[m] = all(0);
     for (int g = 0; g < count; g++, tile += bytes) {
         /* A number, for no pointer may go past the end. */
         const uintptr_t ahead = (uintptr_t)tile + 6 * bytes;
@@ -153,38 +157,38 @@ INLINE void row_of_tiles(const int kind, const uint8_t *tile, const Inputs *x, i
             for (int k = 0; k < INPUTS; k++) {
                 Lanes v = kind == BFLOAT16 ? from_bfloat16((const uint16_t *)tile + OUTPUTS * k)
                                            : load((const float *)tile + OUTPUTS * k);
-                for (int m = 0; m < rows; m++)
+                UNROLLED for (int m = 0; m < rows; m++)
                     acc[m] += v * x->plain[((size_t)(first + m) * count + g) * INPUTS + k];
             }
             continue;
         }
         Words numbers[8];
         if (kind == FOUR_BITS) {
-            for (int i = 0; i < 4; i++) {
+            UNROLLED for (int i = 0; i < 4; i++) {
                 memcpy(&numbers[i], tile + 64 * i, 64);
                 numbers[i + 4] = numbers[i] >> 4 & 0x0f0f0f0f;
                 numbers[i] &= 0x0f0f0f0f;
             }
         } else {
-            memcpy(numbers, tile, 512);
+            UNROLLED for (int i = 0; i < 8; i++) memcpy(&numbers[i], tile + 64 * i, 64);
         }
         Lanes scale = from_halves(tile + (kind == FOUR_BITS ? 256 : 512)), minimum = all(0);
         if (kind == FOUR_BITS) minimum = from_halves(tile + 288);
-        for (int m = 0; m < rows; m++) {
+        UNROLLED for (int m = 0; m < rows; m++) {
             const size_t at = (size_t)(first + m) * count + g;
             const Group *group = &x->groups[at];
             Ints high = {0}, low = {0};
-            for (int i = 0; i < 8; i++) {
+            UNROLLED for (int i = 0; i < 8; i++) {
                 high = dot_bytes(high, numbers[i], group->high + 4 * i);
                 low = dot_bytes(low, numbers[i], group->low + 4 * i);
             }
             Ints exact = high * 256 + low;
-            float unit = x->scales[at];
-            if (kind == EIGHT_BITS) exact -= 128 * x->sums[at];
-            acc[m] += __builtin_convertvector(exact, Lanes) * (scale * unit);
-            if (kind == FOUR_BITS) acc[m] += minimum * (unit * (float)x->sums[at]);
+            if (kind == EIGHT_BITS) exact -= x->zeros[at];
+            acc[m] += __builtin_convertvector(exact, Lanes) * (scale * x->scales[at]);
+            if (kind == FOUR_BITS) acc[m] += minimum * x->totals[at];
         }
     }
+    UNROLLED for (int m = 0; m < rows; m++) result[m] = acc[m];
 }
 
 #define CASE(kind, n) \
@@ -255,8 +259,10 @@ static void take_row(const float *x, int row, int size, Inputs *in) {
             total += number;
         }
         in->scales[at] = largest / 32512;
-        in->sums[at] = 0;
-        for (int i = 0; i < 16; i++) in->sums[at] += total[i];
+        int32_t sum = 0;
+        for (int i = 0; i < 16; i++) sum += total[i];
+        in->totals[at] = in->scales[at] * (float)sum;
+        in->zeros[at] = 128 * sum;
     }
 }
 
@@ -403,7 +409,8 @@ static Inputs cut_inputs(uintptr_t *at, int rows, int size) {
     Inputs in;
     in.groups = cut(at, groups * sizeof(Group));
     in.scales = cut(at, groups * sizeof(float));
-    in.sums = cut(at, groups * sizeof(int32_t));
+    in.totals = cut(at, groups * sizeof(float));
+    in.zeros = cut(at, groups * sizeof(int32_t));
     in.plain = cut(at, groups * INPUTS * sizeof(float));
     in.count = groups_of(size);
     return in;
