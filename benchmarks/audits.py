@@ -5,9 +5,10 @@
     python benchmarks/audits.py transformers   # its own modes
     python benchmarks/audits.py rounding       # passes of different width against each other
 
-`mtplx audit` does one of the first three at a time, on any model; this does them in turn. The
-assistant for transformers is the default model with noise on its weights, so that it is sometimes
-wrong; `use_mtp` needs a checkpoint with MTP layers, for which the tests' random one serves.
+`mtplx audit` does one of the first three at a time, on any model; this does them in turn.
+transformers runs the default model with its linear layers in the kernels' hands, for speed. Its
+assistant is the same with noise on its weights, so that it is sometimes wrong; `use_mtp` needs a
+checkpoint with MTP layers, for which the tests' random one serves.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from mtplx.audit.faults import FAULTS
 from mtplx.audit.numerics import rounding
 from mtplx.audit.run import PROMPTS, audit
 from mtplx.llm import LLM
+from mtplx.models import blocks
+from mtplx.models.tiled import linear_layers, tile
 from mtplx.models.trunk import Trunk
 
 TEMPERATURE, DEPTH = 0.8, 3
@@ -69,7 +72,7 @@ def own(llm, name, rule, fault, args) -> None:
 
 
 def transformers(args: argparse.Namespace) -> None:
-    llm = mtplx.load()
+    llm = mtplx.load(quantize="file")
     prompts = [llm.encode(prompt, raw=True) for prompt in PROMPTS]
     repeating = [llm.encode(prompt, raw=True) for prompt in REPEATING]
     sampling = mtplx.SamplerConfig(temperature=args.temperature)
@@ -94,13 +97,14 @@ def transformers(args: argparse.Namespace) -> None:
 
 
 def noisy(llm: LLM, share: float = 0.25) -> torch.nn.Module:
-    """The model with noise on its matrices, in parts of their own size."""
-    model = mtplx.load().trunk.model
+    """The model with noise on its matrices, in parts of their own size, in blocks of 8 bits."""
+    model = mtplx.load(quantize="none", dtype="float32").trunk.model
     torch.manual_seed(0)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if weight.ndim == 2 and "embed" not in name:
-                weight.add_(torch.randn_like(weight) * weight.std() * share)
+    for name, layer in linear_layers(model):
+        weight = layer.weight
+        if name != "lm_head":
+            weight = weight + torch.randn_like(weight) * weight.std() * share
+        tile(model, name, llm.trunk.fused.library, blocks.quantize(weight, 8), layer.bias)
     return model
 
 
@@ -124,9 +128,13 @@ def rounding_table(args: argparse.Namespace) -> None:
         ("float32", "SDPA", False),
         ("float32", "eager attention", False),
         ("bfloat16", "deterministic", True),
+        ("4 bits", "mtplx's", False),
     ]
     for dtype, kernel, deterministic in kernels:
-        llm = mtplx.load(dtype=dtype, deterministic=deterministic)
+        if dtype == "4 bits":
+            llm = mtplx.load(quantize="file")
+        else:
+            llm = mtplx.load(dtype=dtype, deterministic=deterministic)
         if kernel == "eager attention":
             llm.trunk.model.set_attn_implementation("eager")
         prompts = [llm.encode(prompt, raw=True) for prompt in PROMPTS]

@@ -67,36 +67,39 @@ def add(a, b):
     ]
 
 
-def measure_speed(llm, prompts, sampling, args):
-    """Tokens per second at depth 0 and at the depths asked for, in turn on every prompt."""
-    depths = [0, *args.depth]
+def measure_speed(llms, prompts, sampling, args):
+    """Tokens per second of every model at depth 0 and at the depths asked for, in turn.
+
+    Returns:
+        For each prompt the speeds by way, which is the name of a model and a depth.
+    """
+    ways = [(name, depth) for name in llms for depth in (0, *args.depth)]
+    for name, depth in ways:
+        llms[name].generate("Hello", max_tokens=16, depth=depth)
     rows = []
-    for depth in depths:
-        llm.generate("Hello", max_tokens=16, depth=depth)
     for i, row in enumerate(prompts[:: args.every]):
         speeds = {}
         # What runs first or last changes from prompt to prompt.
-        for depth in depths[i % len(depths) :] + depths[: i % len(depths)]:
-            result = llm.generate(
+        for name, depth in ways[i % len(ways) :] + ways[: i % len(ways)]:
+            result = llms[name].generate(
                 row["turns"][0],
                 max_tokens=args.max_tokens,
                 depth=depth,
                 sampling=replace(sampling, seed=args.seed + i),
                 verifier=args.verifier,
             )
-            speeds[depth] = result.stats.decode_tokens_per_second
+            speeds[name, depth] = result.stats.decode_tokens_per_second
         rows.append(speeds)
-        shown = " ".join(f"{speeds[depth]:7.1f}" for depth in depths)
-        print(f"{row['category']:>16} {shown} tokens/s at depths {depths}", flush=True)
+        shown = " ".join(f"{speeds[way]:7.1f}" for way in ways)
+        print(f"{row['category']:>16} {shown} tokens/s", flush=True)
     return rows
 
 
-def speed_figures(rows, depth):
-    """Of one depth, beside depth 0 on the same prompts."""
-    ratios = [speeds[depth] / speeds[0] for speeds in rows]
+def speed_figures(rows, way, base):
+    """Of one way, beside another on the same prompts."""
+    ratios = [speeds[way] / speeds[base] for speeds in rows]
     return {
-        "depth_0_tokens_per_second": statistics.median(speeds[0] for speeds in rows),
-        "tokens_per_second": statistics.median(speeds[depth] for speeds in rows),
+        "tokens_per_second": statistics.median(speeds[way] for speeds in rows),
         "ratio_median": statistics.median(ratios),
         "ratio_min": min(ratios),
         "ratio_max": max(ratios),
@@ -108,6 +111,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--head")
+    parser.add_argument("--quantize", nargs="+", default=["none"], help="for --speed, one or more")
     parser.add_argument("--depth", type=int, nargs="+", default=[3])
     parser.add_argument("--temperature", type=float, default=0.6)
     parser.add_argument("--top-p", type=float, default=0.95)
@@ -122,14 +126,23 @@ def main():
     args = parser.parse_args()
 
     prompts = [json.loads(line) for line in PROMPTS.read_text().splitlines()]
-    llm = mtplx.load(args.model, head=args.head)
+    llms = {name: mtplx.load(args.model, head=args.head, quantize=name) for name in args.quantize}
     sampling = mtplx.SamplerConfig(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k)
     if args.speed:
-        rows = measure_speed(llm, prompts, sampling, args)
-        figures = {f"depth {depth}": speed_figures(rows, depth) for depth in args.depth}
-        print(json.dumps(figures, indent=2))
+        rows = measure_speed(llms, prompts, sampling, args)
+        base = (args.quantize[0], 0)
+        figures = {
+            f"{name}, depth {depth}": speed_figures(rows, (name, depth), base)
+            for name, depth in rows[0]
+        }
+        for way, figure in sorted(figures.items()):
+            print(
+                f"{way:>16} {figure['tokens_per_second']:7.1f} tokens/s, "
+                f"{figure['ratio_median']:.2f} times {base[0]}, depth 0 "
+                f"({figure['ratio_min']:.2f} to {figure['ratio_max']:.2f})"
+            )
     else:
-        sums = measure_acceptance(llm, prompts[:: args.every], sampling, args)
+        sums = measure_acceptance(llms[args.quantize[0]], prompts[:: args.every], sampling, args)
         figures = {category: figures_of(total) for category, total in sums.items()}
         for category, figure in sorted(figures.items(), key=lambda item: item[0] == "all"):
             positions = " ".join(f"{a:.2f}" for a in figure["acceptance_by_position"])

@@ -606,7 +606,7 @@ FAULTS = [
     # What a cycle leaves behind.
     Fault(
         "a token too many taken back",
-        edited(Batch, "cycle", "slot.length += len(emitted)", "slot.length += kept"),
+        edited(Batch, "cycle", "slot.length += len(new)", "slot.length += kept"),
         law("hot", 1),
     ),
     Fault(

@@ -41,6 +41,8 @@ PROMPTS = [
 ]
 GREEDY = SamplerConfig(temperature=0)
 
+needs_kernels = pytest.mark.skipif(kernels.find() is None, reason="the kernels are not built")
+
 
 @pytest.fixture(scope="module")
 def plain(default_model):
@@ -90,12 +92,19 @@ def test_bfloat16_differs_only_where_rounding_decides(default_model):
         assert abs(x - y) <= 2 * error, (prompt, at, float(x), float(y), float(error))
 
 
-def test_a_deterministic_text_is_the_seeds_alone():
-    """In bfloat16, to the last token: at every depth, alone and in a batch of four."""
-    llm = mtplx.load("smollm2-135m", dtype="bfloat16", device="cpu", deterministic=True)
+@pytest.mark.parametrize(
+    ("settings", "count"),
+    [
+        pytest.param({"dtype": "bfloat16"}, 3, id="torch"),
+        pytest.param({"quantize": "file"}, 10, id="kernels", marks=needs_kernels),
+    ],
+)
+def test_a_deterministic_text_is_the_seeds_alone(settings, count):
+    """To the last token: at every depth, alone and in a batch of four."""
+    llm = mtplx.load("smollm2-135m", device="cpu", deterministic=True, **settings)
     assert not llm.notes
     sampling = SamplerConfig(temperature=0.8, top_p=0.95)
-    depths, count = (0, 1, 2, 4), 10
+    depths = (0, 1, 2, 4)
 
     def texts(*rows):
         """Of the prompts [(which, depth), ...] as one batch."""
@@ -126,7 +135,7 @@ def test_a_deterministic_text_is_the_seeds_alone():
             assert text == alone[which], (which, depth)
 
 
-@pytest.mark.skipif(kernels.find() is None, reason="the kernels are not built")
+@needs_kernels
 def test_the_kernels_run_the_files_own_blocks(default_model):
     """As near to float32 as bfloat16 keys and values are, and one text at every depth."""
     llm = mtplx.load("smollm2-135m", quantize="file", device="cpu")

@@ -57,11 +57,10 @@ def test_speed_is_compared_on_the_same_prompts(spec_bench, capsys):
     prompts = [{"turns": [str(i)], "category": "qa"} for i in range(3)]
     args = Namespace(every=1, max_tokens=9, depth=[1, 3], seed=0, verifier="block")
     llm = SimpleNamespace(generate=generate)
-    rows = spec_bench.measure_speed(llm, prompts, SamplerConfig(), args)
+    rows = spec_bench.measure_speed({"none": llm}, prompts, SamplerConfig(), args)
     # Each goes first once.
     assert asked == [0, 1, 3, 1, 3, 0, 3, 0, 1]
-    figures = spec_bench.speed_figures(rows, 3)
+    figures = spec_bench.speed_figures(rows, ("none", 3), ("none", 0))
     assert figures["ratio_median"] == 1.5
     assert (figures["ratio_min"], figures["ratio_max"]) == (1.0, 2.0)
     assert figures["tokens_per_second"] == 30
-    assert figures["depth_0_tokens_per_second"] == 20

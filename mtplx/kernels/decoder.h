@@ -44,7 +44,9 @@ typedef struct {
     Matrix output;
 } Decoder;
 
-/* Keys and values of all layers: bfloat16 or float32, [layers, slots, kv_heads, capacity, head]. */
+/* Values of all layers, bfloat16 or float32, [layers, slots, kv_heads, capacity, head]; keys in
+ * blocks of 16 positions, [layers, slots, kv_heads, capacity / 16, head, 16], so that as many are
+ * multiplied at a time. The capacity is a multiple of 16. */
 typedef struct {
     int32_t narrow; /* bfloat16 */
     int32_t slots, capacity;

@@ -292,11 +292,12 @@ static void rotate(float *x, const float *cos, const float *sin, int size) {
     }
 }
 
-static void keep(const Cache *cache, void *where, size_t at, const float *x, int size) {
+/* A key's or value's number, at its place in the cache. */
+INLINE void keep(const Cache *cache, void *where, size_t at, float x) {
     if (cache->narrow)
-        for (int i = 0; i < size; i++) ((uint16_t *)where)[at + i] = to_bfloat16(x[i]);
+        ((uint16_t *)where)[at] = to_bfloat16(x);
     else
-        memcpy((float *)where + at, x, sizeof(float) * size);
+        ((float *)where)[at] = x;
 }
 
 INLINE Lanes kept(const int narrow, const void *where, size_t at) {
@@ -323,18 +324,24 @@ INLINE Lanes exponential(Lanes x) {
 }
 
 /* One query over the first `length` keys of its slot. `scores` has room for them, rounded up. */
-INLINE void attend_kind(const int narrow, const float *q, const void *keys, const void *values,
-                        size_t at, int length, int size, float scale, float *scores, float *y) {
-    const int parts = size / 16;
+INLINE void attend_kind(const int narrow, const int parts, const float *q, const void *keys,
+                        const void *values, size_t at, int length, float scale, float *scores,
+                        float *y) {
+    const int size = 16 * parts;
     float highest = -INFINITY;
-    for (int t = 0; t < length; t++) {
-        Lanes dot = all(0);
-        for (int i = 0; i < parts; i++)
-            dot += load(q + 16 * i) * kept(narrow, keys, at + (size_t)t * size + 16 * i);
-        scores[t] = sum_of(dot) * scale;
-        highest = fmaxf(highest, scores[t]);
+    for (int t = 0; t < length; t += 16) {
+        /* Sixteen keys at a time, in four sums that need not wait for each other. */
+        const size_t block = at + (size_t)t * size;
+        Lanes dots[4] = {all(0), all(0), all(0), all(0)};
+        for (int i = 0; i < size; i += 4) UNROLLED for (int j = 0; j < 4; j++)
+            dots[j] += kept(narrow, keys, block + (size_t)(i + j) * 16) * q[i + j];
+        const Lanes dot = ((dots[0] + dots[1]) + (dots[2] + dots[3])) * scale;
+        memcpy(scores + t, &dot, sizeof dot);
+        for (int i = t; i < t + 16; i++) {
+            if (i >= length) scores[i] = -INFINITY;
+            highest = scores[i] > highest ? scores[i] : highest;
+        }
     }
-    for (int t = length; t % 16; t++) scores[t] = -INFINITY;
     Lanes total = all(0);
     for (int t = 0; t < length; t += 16) {
         Lanes e = exponential(load(scores + t) - highest);
@@ -343,21 +350,31 @@ INLINE void attend_kind(const int narrow, const float *q, const void *keys, cons
         total += load(scores + t);
     }
     const float share = 1 / sum_of(total);
-    for (int i = 0; i < parts; i++) {
-        Lanes sum = all(0);
-        for (int t = 0; t < length; t++)
-            sum += kept(narrow, values, at + (size_t)t * size + 16 * i) * scores[t];
-        sum *= share;
-        memcpy(y + 16 * i, &sum, sizeof sum);
+    Lanes sum[16];
+    UNROLLED for (int i = 0; i < parts; i++) sum[i] = all(0);
+    for (int t = 0; t < length; t++) UNROLLED for (int i = 0; i < parts; i++)
+        sum[i] += kept(narrow, values, at + (size_t)t * size + 16 * i) * scores[t];
+    UNROLLED for (int i = 0; i < parts; i++) {
+        const Lanes mean = sum[i] * share;
+        memcpy(y + 16 * i, &mean, sizeof mean);
     }
 }
 
+#define PARTS(narrow, parts) \
+    attend_kind(narrow, parts, q, cache->keys, cache->values, at, length, scale, scores, y)
+
 static void attend(const Cache *cache, const float *q, size_t at, int length, int size, float scale,
                    float *scores, float *y) {
-    if (cache->narrow)
-        attend_kind(1, q, cache->keys, cache->values, at, length, size, scale, scores, y);
+    const int parts = size / 16;
+    /* The usual sizes are known when this is compiled. */
+    if (cache->narrow && parts == 4)
+        PARTS(1, 4);
+    else if (cache->narrow && parts == 8)
+        PARTS(1, 8);
+    else if (cache->narrow)
+        PARTS(1, parts);
     else
-        attend_kind(0, q, cache->keys, cache->values, at, length, size, scale, scores, y);
+        PARTS(0, parts);
 }
 
 /* up * gate / (1 + e^-gate), into up. */
@@ -487,13 +504,18 @@ static void pass_of(const Decoder *d, const Cache *cache, const Pass *pass, cons
         for (int i = thread; i < rows * d->kv_heads; i += threads) {
             const int m = i / d->kv_heads, head = i % d->kv_heads;
             const Place place = pass->places[m];
-            const size_t to = ((slots + place.slot) * d->kv_heads + head) * plane +
-                              (size_t)place.position * size;
+            const size_t of_head = ((slots + place.slot) * d->kv_heads + head) * plane;
             float *k = room->k + (size_t)i * size;
             if (layer->k_norm) norm(k, layer->k_norm, size, d->epsilon, k);
             rotate(k, pass->cos + (size_t)m * size, pass->sin + (size_t)m * size, size);
-            keep(cache, cache->keys, to, k, size);
-            keep(cache, cache->values, to, room->v + (size_t)i * size, size);
+            const float *v = room->v + (size_t)i * size;
+            const size_t t = (size_t)place.position, value = of_head + t * size;
+            /* Keys lie in blocks of 16 positions, a number of all beside each other. */
+            const size_t key = of_head + t / 16 * 16 * size + t % 16;
+            for (int j = 0; j < size; j++) {
+                keep(cache, cache->keys, key + 16 * j, k[j]);
+                keep(cache, cache->values, value + j, v[j]);
+            }
         }
         BARRIER;
         for (int i = thread; i < rows * d->heads; i += threads) {

@@ -28,9 +28,8 @@ _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 ROWS = 256
 """Positions in one call; more are cut."""
 
-
-LANES = 16
-"""Of the kernels' vectors; a head's size is a multiple of it."""
+LANES, WIDEST = 16, 256
+"""Numbers in the kernels' vectors, of which a head's size is a multiple; and the largest size."""
 
 
 def misfit(model: Any) -> str | None:
@@ -62,6 +61,8 @@ def heads_misfit(config: Any, rotary: Any) -> str | None:
     size, turned = _head_size(config), 2 * len(rotary.inv_freq)
     if size % LANES:
         return f"heads of {size} numbers, which is no multiple of {LANES}"
+    if size > WIDEST:
+        return f"heads of {size} numbers, more than {WIDEST}"
     return f"heads of {size} numbers of which {turned} are turned" if turned != size else None
 
 
@@ -203,16 +204,21 @@ def _from(numbers: Tensor | None, row: int) -> int | None:
 
 
 class FusedSlots:
-    """Keys and values of all layers, [L, B, kv_heads, capacity, D] each, allocated on first use."""
+    """Keys and values of all layers, [L, B, kv_heads, capacity * D] each, allocated on first use.
+
+    A head's numbers lie in the order that kernels/decoder.h says.
+    """
 
     def __init__(self, layers: FusedLayers, capacity: int, dtype: torch.dtype) -> None:
         """
         Args:
             layers: whose they are.
-            capacity: positions of a slot.
+            capacity: positions of a slot, at least.
             dtype: bfloat16 or float32.
         """
-        self.layers, self.capacity, self.dtype = layers, capacity, dtype
+        # Keys lie in blocks of so many.
+        self.capacity = -(-capacity // LANES) * LANES
+        self.layers, self.dtype = layers, dtype
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
 
@@ -225,7 +231,8 @@ class FusedSlots:
         slots = len(span.positions)
         if self.keys is None:
             layers = self.layers
-            shape = (layers.count, slots, layers.kv_heads, self.capacity, layers.head_size)
+            room = self.capacity * layers.head_size
+            shape = (layers.count, slots, layers.kv_heads, room)
             self.keys, self.values = (torch.zeros(shape, dtype=self.dtype) for _ in range(2))
         if span.end > self.capacity or slots > self.keys.shape[1]:
             raise IndexError(

@@ -168,10 +168,10 @@ def test_a_long_pass_is_cut(monkeypatch):
 
 def test_nothing_is_written_past_the_end_of_a_cache():
     trunk = fused("llama")
-    cache = trunk.new_cache(4)
-    with pytest.raises(IndexError, match="3 slots up to position 4 in a cache of 3 with 4 pos"):
-        trunk.forward(TOKENS[:, :5], Span.after([0] * 3, 5, TOKENS.device), cache)
-    trunk.forward(TOKENS[:, :4], Span.after([0] * 3, 4, TOKENS.device), cache)
+    cache = trunk.new_cache(4)  # whole blocks of 16
+    with pytest.raises(IndexError, match="3 slots up to position 16 in a cache of 3 with 16 pos"):
+        trunk.forward(TOKENS[:, :17], Span.after([0] * 3, 17, TOKENS.device), cache)
+    trunk.forward(TOKENS[:, :16], Span.after([0] * 3, 16, TOKENS.device), cache)
     cache.keep_rows(torch.tensor([2, 0]))
     with pytest.raises(IndexError, match="3 slots up to position 1 in a cache of 2"):
         trunk.forward(TOKENS[:, :1], Span.after([1] * 3, 1, TOKENS.device), cache)
@@ -289,4 +289,5 @@ def test_what_the_kernels_cannot_run_is_named():
     assert misfit(model) == "heads of 16 numbers of which 8 are turned"
     dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     assert reason(rope_parameters=dynamic) == "rotary positions of type 'dynamic'"
+    assert reason(head_dim=272) == "heads of 272 numbers, more than 256"
     assert "not tiled (model.layers.0.self_attn.q_proj" in misfit(plain("llama"))
