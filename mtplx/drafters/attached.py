@@ -15,7 +15,7 @@ from mtplx.errors import MtplxError
 from mtplx.kernels import Kernels
 from mtplx.models.blocks import Blocks, quantize
 from mtplx.models.eagle3 import Eagle3Head
-from mtplx.models.fused import FusedLayers, FusedSlots, FusedTrunk, heads_misfit
+from mtplx.models.fused import FusedLayers, FusedSlots, FusedTrunk, heads_misfit, projections
 from mtplx.models.slots import KVSlots, Span
 from mtplx.models.tiled import TiledLinear, Tiles
 from mtplx.models.trunk import Trunk, TrunkOutput
@@ -85,24 +85,16 @@ class FusedHead(AttachedHead):
                 weight = quantize(linear.weight, 8)
             return TiledLinear(library, Tiles.of(weight), linear.bias)
 
-        attention, mlp = layer.self_attn, layer.mlp
+        parts: dict[str, TiledLinear | Tensor] = {
+            name: tiled(linear) for name, linear in projections(layer.self_attn, layer.mlp).items()
+        }
+        parts["post_norm"] = layer.post_attention_layernorm.weight
         self._output = tiled(head.lm_head)
         self._fuse = tiled(head.fc)
         self._layers = FusedLayers(
             library,
             head.config.layer,
-            [
-                {
-                    "q": tiled(attention.q_proj),
-                    "k": tiled(attention.k_proj),
-                    "v": tiled(attention.v_proj),
-                    "o": tiled(attention.o_proj),
-                    "gate": tiled(mlp.gate_proj),
-                    "up": tiled(mlp.up_proj),
-                    "down": tiled(mlp.down_proj),
-                    "post_norm": layer.post_attention_layernorm.weight,
-                }
-            ],
+            [parts],
             head.norm.weight,
             self._output,
         )

@@ -309,9 +309,9 @@ class FusedTrunk(Trunk):
         return self.forward(tokens, span, self.new_cache(width), taps, with_logits=False)
 
 
-def _parts(layer: Any) -> dict[str, TiledLinear | Tensor]:
-    attention, mlp = layer.self_attn, layer.mlp
-    parts: dict[str, TiledLinear | Tensor] = {
+def projections(attention: Any, mlp: Any) -> dict[str, Any]:
+    """The linear layers of a decoder layer, by the names of kernels.Layer."""
+    return {
         "q": attention.q_proj,
         "k": attention.k_proj,
         "v": attention.v_proj,
@@ -319,6 +319,13 @@ def _parts(layer: Any) -> dict[str, TiledLinear | Tensor]:
         "gate": mlp.gate_proj,
         "up": mlp.up_proj,
         "down": mlp.down_proj,
+    }
+
+
+def _parts(layer: Any) -> dict[str, TiledLinear | Tensor]:
+    attention = layer.self_attn
+    parts: dict[str, TiledLinear | Tensor] = {
+        **projections(attention, layer.mlp),
         "input_norm": layer.input_layernorm.weight,
         "post_norm": layer.post_attention_layernorm.weight,
     }
