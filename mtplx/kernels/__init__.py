@@ -1,4 +1,4 @@
-"""The decoder's pass in C, for CPUs: what decoder.h declares, for Python.
+"""The decoder's pass in C, and a sampler's search, for CPUs: decoder.h and largest.c, for Python.
 
 Built with the package where there is a C compiler; without, everything runs in torch.
 """
@@ -96,6 +96,7 @@ class Kernels:
         multiply: rows by a matrix.
         room: bytes of scratch memory for a pass: (decoder, rows, threads, capacity).
         room_to_multiply: likewise: (rows, inputs).
+        largest: a search in each row: (x, wanted, values, columns, rows, width, room, threads).
     """
 
     def __init__(self, library: ctypes.CDLL, chosen: _Set) -> None:
@@ -108,6 +109,9 @@ class Kernels:
         self.room_to_multiply = library.mtplx_room_to_multiply
         self.room_to_multiply.restype = c_size_t
         self.room_to_multiply.argtypes = [c_int32, c_int32]
+        self.largest = library.mtplx_largest
+        self.largest.restype = c_int32
+        self.largest.argtypes = [*[c_void_p] * 4, *[c_int32] * 4]
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy of a model is run by the same functions.
