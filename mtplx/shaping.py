@@ -74,12 +74,11 @@ class Distributions:
         """Probabilities of some tokens of each row, [..., N] -> [..., N]; 0 for no token's id."""
         width = self.p.shape[-1]
         if self.ids is None:
-            found = tokens < width
-            return torch.where(found, self.p.gather(-1, tokens.clamp_max(width - 1)), 0.0)
+            return self.p.gather(-1, tokens.clamp_max(width - 1)) * (tokens < width)
         column = torch.searchsorted(self.ids.contiguous(), tokens.contiguous())
         column = column.clamp_max(width - 1)
         id_there = self.ids[column] if self.ids.ndim == 1 else self.ids.gather(-1, column)
-        return torch.where(id_there == tokens, self.p.gather(-1, column), 0.0)
+        return self.p.gather(-1, column) * (id_there == tokens)
 
     def minus(self, other: Distributions, weight: Tensor) -> Tensor:
         """max(weight * p - other's, 0) at these columns; weight [...], result [..., C]."""
@@ -109,10 +108,9 @@ class Distributions:
         if not own and all(row.ids is shared for row in rows):
             return cls(torch.stack([row.p for row in rows], 1), shared)
         widest = max(row.p.shape[-1] for row in rows)
-        p = torch.stack([F.pad(row.p, (0, widest - row.p.shape[-1])) for row in rows], 1)
-        ids = [row._every_id() for row in rows]
-        padded = [F.pad(i, (0, widest - i.shape[-1]), value=vocab_size) for i in ids]
-        return cls(p, torch.stack(padded, 1))
+        p = [_padded(row.p, widest, 0.0) for row in rows]
+        ids = [_padded(row._every_id(), widest, vocab_size) for row in rows]
+        return cls(torch.stack(p, 1), torch.stack(ids, 1))
 
     def _every_id(self) -> Tensor:
         """The token of every column of every row, [..., C]."""
@@ -120,6 +118,11 @@ class Distributions:
         if ids is None:
             ids = torch.arange(self.p.shape[-1], device=self.p.device)
         return ids.expand(self.p.shape)
+
+
+def _padded(rows: Tensor, width: int, value: float) -> Tensor:
+    missing = width - rows.shape[-1]
+    return F.pad(rows, (0, missing), value=value) if missing else rows
 
 
 class Shaper:
@@ -278,7 +281,7 @@ class Shaper:
         _check(top, repeat)
 
         greedy = rows(self.greedy)
-        best = _lowest_of(scores, top) if self.any_greedy else None
+        best = _lowest_of(scores, top, self.kernels) if self.any_greedy else None
         columns = None
         if self.all_greedy and best is not None:
             p, columns = torch.ones_like(top), best
@@ -406,8 +409,10 @@ def _check(top: Tensor, repeat: int) -> None:
         )
 
 
-def _lowest_of(scores: Tensor, top: Tensor) -> Tensor:
+def _lowest_of(scores: Tensor, top: Tensor, library: Kernels | None) -> Tensor:
     """The lowest column [R, 1] of scores [R, W] that reach the top [R, 1], on every device."""
+    if library is not None:
+        return _largest(scores, torch.ones(top.shape, dtype=torch.int64), 1, library)[1][:, :1]
     ids = torch.arange(scores.shape[-1], device=scores.device)
     return torch.where(scores == top, ids, scores.shape[-1]).amin(-1, keepdim=True)
 

@@ -15,7 +15,14 @@ from mtplx.errors import MtplxError
 from mtplx.kernels import Kernels
 from mtplx.models.blocks import Blocks, quantize
 from mtplx.models.eagle3 import Eagle3Head
-from mtplx.models.fused import FusedLayers, FusedSlots, FusedTrunk, heads_misfit, projections
+from mtplx.models.fused import (
+    FusedLayers,
+    FusedSlots,
+    FusedTrunk,
+    Rotations,
+    heads_misfit,
+    projections,
+)
 from mtplx.models.slots import KVSlots, Span
 from mtplx.models.tiled import TiledLinear, Tiles
 from mtplx.models.trunk import Trunk, TrunkOutput
@@ -91,6 +98,7 @@ class FusedHead(AttachedHead):
         parts["post_norm"] = layer.post_attention_layernorm.weight
         self._output = tiled(head.lm_head)
         self._fuse = tiled(head.fc)
+        self._rotations = Rotations(head.rotary)
         self._layers = FusedLayers(
             library,
             head.config.layer,
@@ -116,7 +124,7 @@ class FusedHead(AttachedHead):
         x = residual.clone(memory_format=torch.contiguous_format)
         _, normed, _ = self._layers.run(
             x,
-            self.head.rotary(x, span.positions),
+            self._rotations(span.positions, span.end),
             span,
             cache,
             inputs=inputs,
