@@ -66,7 +66,9 @@ def _philox_in_c(library: Kernels, words: Sequence[Any]) -> tuple[Any, Any, Any,
     """Of six words; a hundred small operations take longer than all numbers of a cycle."""
     tensors = isinstance(words[0], Tensor)
     arrays = [word.numpy().view(np.uint64) for word in words] if tensors else words
-    given = np.array(np.broadcast_arrays(*arrays), np.uint64)
+    given = np.empty((len(arrays), *np.broadcast(*arrays).shape), np.uint64)
+    for i, array in enumerate(arrays):
+        given[i, ...] = array
     drawn = np.empty((4, *given.shape[1:]), np.uint64)
     library.philox(given.ctypes.data, drawn.ctypes.data, given[0].size)
     c0, c1, c2, c3 = torch.from_numpy(drawn.view(np.int64)) if tensors else drawn

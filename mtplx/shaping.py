@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 import torch
@@ -166,7 +167,9 @@ class Shaper:
         )
         # What top-p takes away, nothing below 0. As wide as the law's, so that ties on the edge of
         # the nucleus fall the same way.
-        self.surplus = column([1 - c.top_p if c.top_p < 1 else -1.0 for c in self.configs], wide(device))
+        self.surplus = column(
+            [1 - c.top_p if c.top_p < 1 else -1.0 for c in self.configs], wide(device)
+        )
         self.min_p = column([c.min_p for c in self.configs], wide(device))
         self.typical_p = column([c.typical_p for c in self.configs], wide(device))
         self.repetition = column([c.repetition_penalty for c in self.configs])
@@ -194,6 +197,7 @@ class Shaper:
         self.bias, self.bans = self._bias()
         self.early_stops = self._early_stops()
         self.forced = self._forced()
+        self._rows: dict[int, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
 
     @property
     def uses_history(self) -> bool:
@@ -204,6 +208,14 @@ class Shaper:
             or self.early_stops is not None
             or self.forced is not None
         )
+
+    def _repeated(self, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Greedy, temperature, top-k and surplus of `count` rows for each request, [B * N, 1]."""
+        if count not in self._rows:
+            columns = (self.greedy, self.temperature, self.top_k, self.surplus)
+            greedy, temperature, top_k, surplus = (c.repeat_interleave(count, 0) for c in columns)
+            self._rows[count] = greedy, temperature, top_k, surplus
+        return self._rows[count]
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> History:
         """Histories of these prompts, with what the settings look at."""
@@ -280,19 +292,19 @@ class Shaper:
             top, void = scores.amax(-1, keepdim=True), void[:, 0]
         _check(top, repeat)
 
-        greedy = rows(self.greedy)
+        greedy, temperature, top_k, surplus = self._repeated(repeat)
         best = _lowest_of(scores, top, self.kernels) if self.any_greedy else None
         columns = None
         if self.all_greedy and best is not None:
             p, columns = torch.ones_like(top), best
         else:
             if self.all_narrow:
-                scores, columns = _largest(scores, rows(self.top_k), self.max_top_k, self.kernels)
+                scores, columns = _largest(scores, top_k, self.max_top_k, self.kernels)
             elif self.max_top_k:
-                scores = _top_k(scores, rows(self.top_k), self.max_top_k)
-            scaled = (scores - top) / rows(self.temperature)
+                scores = _top_k(scores, top_k, self.max_top_k)
+            scaled = (scores - top) / temperature
             if self.any_top_p:
-                scaled, left = _top_p(scores, scaled, rows(self.surplus))
+                scaled, left = _top_p(scores, scaled, surplus)
                 if left is not None:
                     columns = left if columns is None else columns.gather(-1, left)
             # Summed in the wide type: in float32 the last digit would tell how many columns the
@@ -399,9 +411,10 @@ def _check_range(config: SamplerConfig, vocab_size: int) -> None:
 def _check(top: Tensor, repeat: int) -> None:
     # The largest logit of a row tells: NaN and +inf come through the maximum, and it is -inf
     # only where all are.
-    if not bool(top.isfinite().all()):
-        row = int((~top.isfinite()).flatten().nonzero()[0])
-        value = top.flatten()[row].item()
+    values = top.flatten().tolist()
+    row = next((i for i, value in enumerate(values) if not isfinite(value)), None)
+    if row is not None:
+        value = values[row]
         what = "nothing but -inf" if value == -torch.inf else str(value)
         raise MtplxError(
             f"logits: row {row // repeat} has {what} at position {row % repeat} of the cycle; no "
@@ -542,6 +555,8 @@ def _top_p(scores: Tensor, scaled: Tensor, surplus: Tensor) -> tuple[Tensor, Ten
     if count < width and bool((surplus >= 0).all()):
         ids, order = ids.sort(-1)
         return kept.gather(-1, order), ids
+    if count == width:
+        return torch.empty_like(scaled).scatter_(-1, ids, kept), None
     everywhere = torch.full_like(scaled, -torch.inf).scatter_(-1, ids, kept)
     return torch.where(surplus < 0, scaled, everywhere), None
 

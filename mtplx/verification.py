@@ -101,7 +101,8 @@ class Noise:
             u = np.floor(u * 2.0**24) * 2.0**-24
         # A draft's tokens and the token that ends a cycle, decided at the same positions.
         *drafting, self.emit = torch.from_numpy(u).to(device, wide(device)).unbind()
-        self.draft, self.accept = drafting if depth else (None, None)
+        self.draft: Tensor | None = drafting[0] if depth else None
+        self.accept: Tensor | None = drafting[1] if depth else None
         self.token, self.block, self.coupled = (
             _mask(np.array([v == rule for v in verifiers]), device)
             for rule in ("token", "block", "coupled")

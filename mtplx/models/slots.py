@@ -33,8 +33,7 @@ class Span:
     @classmethod
     def after(cls, lengths: list[int], width: int, device: torch.device) -> Span:
         """The `width` positions that follow each slot's first `lengths[b]`."""
-        begins = torch.tensor(lengths, device=device)
-        positions = begins[:, None] + torch.arange(width, device=device)
+        positions = torch.tensor([[*range(n, n + width)] for n in lengths], device=device)
         end = max(lengths) + width
         start = lengths[0] if min(lengths) == max(lengths) else None
         return cls(positions, end, start)
