@@ -198,6 +198,8 @@ class Shaper:
         self.early_stops = self._early_stops()
         self.forced = self._forced()
         self._rows: dict[int, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
+        self._ids: Tensor | None = None
+        self._id_of = torch.empty(0, dtype=torch.int64)
 
     @property
     def uses_history(self) -> bool:
@@ -324,7 +326,10 @@ class Shaper:
         if columns is None:
             return Distributions(p, ids, void)
         if ids is not None:
-            columns = F.pad(ids, (0, 1), value=self.vocab_size)[columns]
+            if ids is not self._ids:
+                # Those of a head never change. The column behind them is that of no token.
+                self._ids, self._id_of = ids, F.pad(ids, (0, 1), value=self.vocab_size)
+            columns = self._id_of.take(columns)
         return Distributions(p, columns, void)
 
     def _biased_and_penalised(
@@ -541,7 +546,7 @@ def _top_p(scores: Tensor, scaled: Tensor, surplus: Tensor) -> tuple[Tensor, Ten
             # What lies below the candidates is the rest of the mass.
             mass = mass + (1 - p.sum(-1, keepdim=True)).clamp_min(0)
         keep = mass > surplus
-        keep[:, -1:] = True
+        keep.select(-1, -1).fill_(True)
         if count == width:
             break
         # Decided: the least candidate is gone, and none of what stays ties with it, or it has no

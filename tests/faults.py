@@ -559,7 +559,7 @@ FAULTS = [
             verification,
             "verify",
             "same.to(torch.int64).cumprod(1).sum(1)",
-            "_token_rule(*_of_drafted(p, draft), real, noise.accept[:, :depth])[0]",
+            "((noise.emit[:, :depth] < 0.5) & real).to(torch.int64).cumprod(1).sum(1)",
         ),
         law("hot", 2, "coupled"),
     ),
