@@ -100,7 +100,7 @@ class Noise:
             # Cut to the 24 bits that fit, since rounding could make a 1 of them.
             u = np.floor(u * 2.0**24) * 2.0**-24
         # A draft's tokens and the token that ends a cycle, decided at the same positions.
-        *drafting, self.emit = torch.from_numpy(u).to(device, wide(device)).unbind()
+        *drafting, self.emit = torch.from_numpy(u).to(wide(device)).to(device).unbind()
         self.draft: Tensor | None = drafting[0] if depth else None
         self.accept: Tensor | None = drafting[1] if depth else None
         self.token, self.block, self.coupled = (
