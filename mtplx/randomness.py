@@ -21,6 +21,9 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from mtplx import kernels
+from mtplx.kernels import Kernels
+
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _LOW = 0xFFFFFFFF
@@ -42,6 +45,9 @@ def philox4x32(counter: Sequence[Any], key: Sequence[Any]) -> tuple[Any, Any, An
     Held in uint64 by NumPy or int64 by torch: a product may pass the sign bit, and the shift then
     brings it down, which the mask after it undoes.
     """
+    library = kernels.find()
+    if library and (not isinstance(counter[0], Tensor) or counter[0].device.type == "cpu"):
+        return _philox_in_c(library, [*counter, *key])
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
@@ -56,28 +62,39 @@ def philox4x32(counter: Sequence[Any], key: Sequence[Any]) -> tuple[Any, Any, An
     return c0, c1, c2, c3
 
 
+def _philox_in_c(library: Kernels, words: Sequence[Any]) -> tuple[Any, Any, Any, Any]:
+    """Of six words; a hundred small operations take longer than all numbers of a cycle."""
+    tensors = isinstance(words[0], Tensor)
+    arrays = [word.numpy().view(np.uint64) for word in words] if tensors else words
+    given = np.empty((len(arrays), *np.broadcast(*arrays).shape), np.uint64)
+    for i, array in enumerate(arrays):
+        given[i, ...] = array
+    drawn = np.empty((4, *given.shape[1:]), np.uint64)
+    library.philox(given.ctypes.data, drawn.ctypes.data, given[0].size)
+    c0, c1, c2, c3 = torch.from_numpy(drawn.view(np.int64)) if tensors else drawn
+    return c0, c1, c2, c3
+
+
 def uniforms(
-    seeds: ArrayLike, positions: ArrayLike, purpose: Purpose, offsets: ArrayLike = 0
+    seeds: ArrayLike, positions: ArrayLike, purposes: ArrayLike, offsets: ArrayLike = 0
 ) -> NDArray[np.float64]:
     """Numbers in [0, 1) with 53 random bits.
 
     Args:
         seeds: of the requests, integers in [0, 2**64).
-        positions: absolute positions of the tokens in their sequences, integers in [0, 2**64);
-            broadcast against `seeds`.
-        purpose: what the numbers decide.
+        positions: absolute positions of the tokens in their sequences, integers in [0, 2**64).
+        purposes: what the numbers decide.
         offsets: 0 for noise that belongs to a position alone. Where it belongs to the cycle as
             well, 1 for the first position that the cycle decides, then 2, and so on below 2**32;
             position and offset together tell the cycle.
     Returns:
-        float64, of the broadcast shape.
+        float64, of the shape that all are broadcast to.
     """
-    seed, position, offset = np.broadcast_arrays(
-        *(np.asarray(x, dtype=np.uint64) for x in (seeds, positions, offsets))
+    seed, position, purpose, offset = (
+        np.asarray(x, dtype=np.uint64) for x in (seeds, positions, purposes, offsets)
     )
-    use = np.full(seed.shape, int(purpose), dtype=np.uint64)
     words = philox4x32(
-        (position & _LOW, position >> np.uint64(32), use, offset),
+        (position & _LOW, position >> np.uint64(32), purpose, offset),
         (seed & _LOW, seed >> np.uint64(32)),
     )
     # 27 and 26 bits of two words: every multiple of 2**-53 in [0, 1), all equally likely.

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mtplx import kernels
 from mtplx.errors import MtplxError
 from mtplx.history import History, indices
+from mtplx.kernels import Kernels
 from mtplx.sampling import SamplerConfig, check_token_settings
 
 TOP_P_CANDIDATES = 1024
@@ -72,12 +75,11 @@ class Distributions:
         """Probabilities of some tokens of each row, [..., N] -> [..., N]; 0 for no token's id."""
         width = self.p.shape[-1]
         if self.ids is None:
-            found = tokens < width
-            return torch.where(found, self.p.gather(-1, tokens.clamp_max(width - 1)), 0.0)
+            return self.p.gather(-1, tokens.clamp_max(width - 1)) * (tokens < width)
         column = torch.searchsorted(self.ids.contiguous(), tokens.contiguous())
         column = column.clamp_max(width - 1)
         id_there = self.ids[column] if self.ids.ndim == 1 else self.ids.gather(-1, column)
-        return torch.where(id_there == tokens, self.p.gather(-1, column), 0.0)
+        return self.p.gather(-1, column) * (id_there == tokens)
 
     def minus(self, other: Distributions, weight: Tensor) -> Tensor:
         """max(weight * p - other's, 0) at these columns; weight [...], result [..., C]."""
@@ -107,10 +109,9 @@ class Distributions:
         if not own and all(row.ids is shared for row in rows):
             return cls(torch.stack([row.p for row in rows], 1), shared)
         widest = max(row.p.shape[-1] for row in rows)
-        p = torch.stack([F.pad(row.p, (0, widest - row.p.shape[-1])) for row in rows], 1)
-        ids = [row._every_id() for row in rows]
-        padded = [F.pad(i, (0, widest - i.shape[-1]), value=vocab_size) for i in ids]
-        return cls(p, torch.stack(padded, 1))
+        p = [_padded(row.p, widest, 0.0) for row in rows]
+        ids = [_padded(row._every_id(), widest, vocab_size) for row in rows]
+        return cls(torch.stack(p, 1), torch.stack(ids, 1))
 
     def _every_id(self) -> Tensor:
         """The token of every column of every row, [..., C]."""
@@ -118,6 +119,11 @@ class Distributions:
         if ids is None:
             ids = torch.arange(self.p.shape[-1], device=self.p.device)
         return ids.expand(self.p.shape)
+
+
+def _padded(rows: Tensor, width: int, value: float) -> Tensor:
+    missing = width - rows.shape[-1]
+    return F.pad(rows, (0, missing), value=value) if missing else rows
 
 
 class Shaper:
@@ -145,6 +151,7 @@ class Shaper:
         ]
         self.vocab_size = vocab_size
         self.device = device
+        self.kernels = kernels.find() if device.type == "cpu" else None
         for config in self.configs:
             _check_range(config, vocab_size)
 
@@ -154,9 +161,15 @@ class Shaper:
         # A temperature beyond float32 is as good as its nearest number; 0 is another matter, and
         # told by `greedy` alone.
         coolest, hottest = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
-        self.temperature = column([min(max(c.temperature, coolest), hottest) for c in self.configs])
-        # As wide as the law's, so that ties on the edge of the nucleus fall the same way.
-        self.top_p = column([c.top_p for c in self.configs], wide(device))
+        # Greedy rows are replaced in the end; a temperature of 1 keeps them finite until then.
+        self.temperature = column(
+            [min(max(c.temperature or 1.0, coolest), hottest) for c in self.configs]
+        )
+        # What top-p takes away, nothing below 0. As wide as the law's, so that ties on the edge of
+        # the nucleus fall the same way.
+        self.surplus = column(
+            [1 - c.top_p if c.top_p < 1 else -1.0 for c in self.configs], wide(device)
+        )
         self.min_p = column([c.min_p for c in self.configs], wide(device))
         self.typical_p = column([c.typical_p for c in self.configs], wide(device))
         self.repetition = column([c.repetition_penalty for c in self.configs])
@@ -184,6 +197,9 @@ class Shaper:
         self.bias, self.bans = self._bias()
         self.early_stops = self._early_stops()
         self.forced = self._forced()
+        self._rows: dict[int, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
+        self._ids: Tensor | None = None
+        self._id_of = torch.empty(0, dtype=torch.int64)
 
     @property
     def uses_history(self) -> bool:
@@ -194,6 +210,14 @@ class Shaper:
             or self.early_stops is not None
             or self.forced is not None
         )
+
+    def _repeated(self, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Greedy, temperature, top-k and surplus of `count` rows for each request, [B * N, 1]."""
+        if count not in self._rows:
+            columns = (self.greedy, self.temperature, self.top_k, self.surplus)
+            greedy, temperature, top_k, surplus = (c.repeat_interleave(count, 0) for c in columns)
+            self._rows[count] = greedy, temperature, top_k, surplus
+        return self._rows[count]
 
     def begin(self, prompts: Sequence[Sequence[int]]) -> History:
         """Histories of these prompts, with what the settings look at."""
@@ -270,26 +294,24 @@ class Shaper:
             top, void = scores.amax(-1, keepdim=True), void[:, 0]
         _check(top, repeat)
 
-        greedy = rows(self.greedy)
-        best = _lowest_of(scores, top) if self.any_greedy else None
+        greedy, temperature, top_k, surplus = self._repeated(repeat)
+        best = _lowest_of(scores, top, self.kernels) if self.any_greedy else None
         columns = None
         if self.all_greedy and best is not None:
             p, columns = torch.ones_like(top), best
         else:
-            # Greedy rows are replaced below; a temperature of 1 keeps them finite until then.
-            temperature = torch.where(greedy, 1.0, rows(self.temperature))
             if self.all_narrow:
-                scores, columns = _narrow(scores, self.max_top_k)
-            if self.max_top_k:
-                scores = _top_k(scores, rows(self.top_k), self.max_top_k)
+                scores, columns = _largest(scores, top_k, self.max_top_k, self.kernels)
+            elif self.max_top_k:
+                scores = _top_k(scores, top_k, self.max_top_k)
+            scaled = (scores - top) / temperature
             if self.any_top_p:
-                scores, left = _top_p(scores, top, temperature, rows(self.top_p))
+                scaled, left = _top_p(scores, scaled, surplus)
                 if left is not None:
                     columns = left if columns is None else columns.gather(-1, left)
             # Summed in the wide type: in float32 the last digit would tell how many columns the
             # neighbours' settings left.
-            weights = ((scores - top) / temperature).to(wide(self.device))
-            p = weights.softmax(-1)
+            p = scaled.to(wide(self.device)).softmax(-1)
             if self.any_min_p:
                 likely = torch.where(p >= rows(self.min_p) * p.amax(-1, keepdim=True), p, 0.0)
                 # Rows without min-p keep their p, whatever their neighbours ask for.
@@ -304,7 +326,10 @@ class Shaper:
         if columns is None:
             return Distributions(p, ids, void)
         if ids is not None:
-            columns = F.pad(ids, (0, 1), value=self.vocab_size)[columns]
+            if ids is not self._ids:
+                # Those of a head never change. The column behind them is that of no token.
+                self._ids, self._id_of = ids, F.pad(ids, (0, 1), value=self.vocab_size)
+            columns = self._id_of.take(columns)
         return Distributions(p, columns, void)
 
     def _biased_and_penalised(
@@ -391,9 +416,10 @@ def _check_range(config: SamplerConfig, vocab_size: int) -> None:
 def _check(top: Tensor, repeat: int) -> None:
     # The largest logit of a row tells: NaN and +inf come through the maximum, and it is -inf
     # only where all are.
-    if not bool(top.isfinite().all()):
-        row = int((~top.isfinite()).flatten().nonzero()[0])
-        value = top.flatten()[row].item()
+    values = top.flatten().tolist()
+    row = next((i for i, value in enumerate(values) if not isfinite(value)), None)
+    if row is not None:
+        value = values[row]
         what = "nothing but -inf" if value == -torch.inf else str(value)
         raise MtplxError(
             f"logits: row {row // repeat} has {what} at position {row % repeat} of the cycle; no "
@@ -401,8 +427,10 @@ def _check(top: Tensor, repeat: int) -> None:
         )
 
 
-def _lowest_of(scores: Tensor, top: Tensor) -> Tensor:
+def _lowest_of(scores: Tensor, top: Tensor, library: Kernels | None) -> Tensor:
     """The lowest column [R, 1] of scores [R, W] that reach the top [R, 1], on every device."""
+    if library is not None:
+        return _largest(scores, torch.ones(top.shape, dtype=torch.int64), 1, library)[1][:, :1]
     ids = torch.arange(scores.shape[-1], device=scores.device)
     return torch.where(scores == top, ids, scores.shape[-1]).amin(-1, keepdim=True)
 
@@ -428,17 +456,53 @@ def _greedy_rows(
     return torch.where(greedy, alone, p), torch.where(greedy, only, columns)
 
 
-def _narrow(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The largest scores of each row [R, C] and their columns, ascending: the k best and what ties.
+def _largest(
+    scores: Tensor, k: Tensor, most: int, library: Kernels | None
+) -> tuple[Tensor, Tensor]:
+    """Each row's k largest scores with all that tie, [R, C], and their columns, ascending.
 
-    What follows then works on some dozens of numbers instead of a vocabulary.
+    What follows then works on some dozens of numbers instead of a vocabulary. Rows with fewer
+    than others have -inf beside them, at any column or at W.
+
+    Args:
+        scores: [R, W] float32, without NaN.
+        k: [R, 1]; 0 counts as 1.
+        most: the largest of them.
+        library: to search with; None for torch.
     """
+    width = scores.shape[-1]
+    if library is None:
+        best, columns = _candidates(scores, min(most, width))
+        cut = best.topk(min(most, width), dim=-1).values.gather(-1, k.clamp(1, width) - 1)
+        return torch.where(best < cut, -torch.inf, best), columns
+    scores, k = scores.contiguous(), k.contiguous()
+    room = min(most, width)
+    while True:
+        best = scores.new_empty(len(scores), room)
+        columns = k.new_empty(best.shape)
+        widest = library.largest(
+            scores.data_ptr(),
+            k.data_ptr(),
+            best.data_ptr(),
+            columns.data_ptr(),
+            len(scores),
+            width,
+            room,
+            torch.get_num_threads(),
+        )
+        # Half-precision logits tie often, and all that tie with the k-th have to be here.
+        if widest <= room:
+            return best, columns
+        room = widest
+
+
+def _candidates(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest scores of each row, what ties with them, and some others; as `_largest`."""
     width = scores.shape[-1]
     count = 2 * k + 32
     while True:
         count = min(count, width)
         best, columns = scores.topk(count, dim=-1)
-        # Half-precision logits tie often, and all that tie with the k-th have to be here.
         least = best[:, -1]
         if count == width or not bool(((least == best[:, k - 1]) & least.isfinite()).any()):
             break
@@ -456,51 +520,59 @@ def _top_k(scores: Tensor, k: Tensor, largest: int) -> Tensor:
     return torch.where((scores < cut) & (k > 0), -torch.inf, scores)
 
 
-def _top_p(
-    scores: Tensor, top: Tensor, temperature: Tensor, top_p: Tensor
-) -> tuple[Tensor, Tensor | None]:
-    """Remove, from the least likely up, what fits into a mass of 1 - top_p.
+def _top_p(scores: Tensor, scaled: Tensor, surplus: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Remove, from the least likely up, what fits into the surplus.
 
     Looks at the likeliest tokens first, which nearly always decide; the whole row is sorted only
     where the cut lies, or may lie, beyond them.
 
     Args:
-        scores: [R, W].
-        top: the largest of each row, [R, 1].
-        temperature: above 0, [R, 1].
-        top_p: [R, 1]; rows of 1 and more stay as they are.
+        scores: [R, W]; they tell which tokens come first, for divided by a temperature some tie.
+        scaled: their distance from the largest, 0 or below, divided by the temperature, [R, W].
+        surplus: probability to be removed, [R, 1]; rows of less than 0 stay as they are.
     Returns:
-        The scores [R, C], and their columns, ascending [R, C], if only a part is given back.
+        The scaled scores [R, C] with -inf for what is removed, and their columns, ascending
+        [R, C], if only a part is given back.
     """
     width = scores.shape[-1]
     count = min(width, TOP_P_CANDIDATES)
-    weights = ((scores - top) / temperature).exp()
-    total = weights.sum(-1, keepdim=True, dtype=wide(scores.device))
+    weights = scaled.exp()
+    total = weights.sum(-1, keepdim=True, dtype=surplus.dtype)
     while True:
-        best, ids = scores.topk(count, dim=-1)
-        # Ascending by score and, among equals, by id.
-        order = ids.argsort(dim=-1)
-        best, ids = best.gather(-1, order), ids.gather(-1, order)
-        order = best.argsort(dim=-1, stable=True)
-        best, ids = best.gather(-1, order), ids.gather(-1, order)
-        p = weights.gather(-1, ids).to(total.dtype) / total
-        # What lies below the candidates is the rest of the mass.
-        below = (1 - p.sum(-1, keepdim=True)).clamp_min(0) if count < width else 0.0
-        keep = below + p.cumsum(-1) > 1 - top_p
-        keep[:, -1] = True
+        best, ids = _ascending(scores, count)
+        p = weights.gather(-1, ids) / total
+        mass = p.cumsum(-1)
+        if count < width:
+            # What lies below the candidates is the rest of the mass.
+            mass = mass + (1 - p.sum(-1, keepdim=True)).clamp_min(0)
+        keep = mass > surplus
+        keep.select(-1, -1).fill_(True)
+        if count == width:
+            break
         # Decided: the least candidate is gone, and none of what stays ties with it, or it has no
         # probability left to give.
         floor = best[:, :1]
         decided = (~keep[:, 0] & ~(keep & (best == floor)).any(-1)) | (floor[:, 0] == -torch.inf)
-        if count == width or bool((decided | (top_p[:, 0] >= 1)).all()):
+        if bool((decided | (surplus[:, 0] < 0)).all()):
             break
         count = width
-    kept = torch.where(keep, best, -torch.inf)
-    if count < width and bool((top_p < 1).all()):
+    kept = torch.where(keep, scaled.gather(-1, ids), -torch.inf)
+    if count < width and bool((surplus >= 0).all()):
         ids, order = ids.sort(-1)
         return kept.gather(-1, order), ids
-    everywhere = torch.full_like(scores, -torch.inf).scatter_(-1, ids, kept)
-    return torch.where(top_p < 1, everywhere, scores), None
+    if count == width:
+        return torch.empty_like(scaled).scatter_(-1, ids, kept), None
+    everywhere = torch.full_like(scaled, -torch.inf).scatter_(-1, ids, kept)
+    return torch.where(surplus < 0, scaled, everywhere), None
+
+
+def _ascending(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest scores of each row and their columns, by score and then by column."""
+    if count == scores.shape[-1]:
+        return scores.sort(dim=-1, stable=True)
+    ids = scores.topk(count, dim=-1).indices.sort(-1).values
+    best, order = scores.gather(-1, ids).sort(dim=-1, stable=True)
+    return best, ids.gather(-1, order)
 
 
 def _typical(p: Tensor, typical_p: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from mtplx.randomness import Purpose, exponentials, uniforms
 from mtplx.sampling import Verifier
@@ -66,8 +67,8 @@ class Noise:
         draft: uniforms that draw the draft, [B, K + 1]; None at depth 0.
         accept: uniforms that decide on it, likewise.
         emit: uniforms that draw the token that ends the cycle, [B, K + 1].
-        block: the rows of this rule, [B] bool; None if there is none.
-        coupled: likewise.
+        token: the rows of this rule, [B] bool; None if there is none.
+        block, coupled: likewise.
     """
 
     def __init__(
@@ -93,20 +94,19 @@ class Noise:
         by_cycle = np.array([v == "block" for v in verifiers])
         offsets = np.where(by_cycle[:, None], ahead, np.uint64(0))
         seed = np.array(seeds, dtype=np.uint64)[:, None]
-
-        def numbers(purpose: Purpose) -> Tensor:
-            u = uniforms(seed, positions, purpose, offsets)
-            if wide(device) == torch.float32:
-                # Cut to the 24 bits that fit, since rounding could make a 1 of them.
-                u = np.floor(u * 2.0**24) * 2.0**-24
-            return torch.from_numpy(u).to(wide(device)).to(device)
-
-        self.block = _mask(by_cycle, device)
-        self.coupled = _mask(np.array([v == "coupled" for v in verifiers]), device)
+        purposes = (Purpose.DRAFT, Purpose.ACCEPT, Purpose.EMIT) if depth else (Purpose.EMIT,)
+        u = uniforms(seed, positions, np.array(purposes)[:, None, None], offsets)
+        if wide(device) == torch.float32:
+            # Cut to the 24 bits that fit, since rounding could make a 1 of them.
+            u = np.floor(u * 2.0**24) * 2.0**-24
         # A draft's tokens and the token that ends a cycle, decided at the same positions.
-        self.draft = numbers(Purpose.DRAFT) if depth else None
-        self.accept = numbers(Purpose.ACCEPT) if depth else None
-        self.emit = numbers(Purpose.EMIT)
+        *drafting, self.emit = torch.from_numpy(u).to(wide(device)).to(device).unbind()
+        self.draft: Tensor | None = drafting[0] if depth else None
+        self.accept: Tensor | None = drafting[1] if depth else None
+        self.token, self.block, self.coupled = (
+            _mask(np.array([v == rule for v in verifiers]), device)
+            for rule in ("token", "block", "coupled")
+        )
         if self.coupled is not None:
             halves = np.concatenate([seed & np.uint64(2**32 - 1), seed >> np.uint64(32)], -1)
             self._seeds = torch.from_numpy(halves.astype(np.int64)).to(device)
@@ -115,10 +115,14 @@ class Noise:
     def drafted(self, q: Distributions, position: int) -> Tensor:
         """A token of each row [B, C], for this position of the draft, from 0."""
         assert self.draft is not None
-        token = draw(q, self.draft[:, position])
-        if self.coupled is None:
-            return token
-        return torch.where(self.coupled, self.winners(q.view(len(token), 1), position)[:, 0], token)
+        token = None
+        if self.token is not None or self.block is not None:
+            token = draw(q, self.draft[:, position])
+        if self.coupled is not None:
+            winner = self.winners(q.view(len(q.p), 1), position)[:, 0]
+            token = _chosen(self.coupled, winner, token)
+        assert token is not None
+        return token
 
     def winners(self, p: Distributions, first: int = 0) -> Tensor:
         """The token that finishes first in each row's race, [B, T, C] -> [B, T].
@@ -140,6 +144,13 @@ class Noise:
 def _mask(rows: np.ndarray[tuple[int], np.dtype[np.bool_]], device: torch.device) -> Tensor | None:
     """None where no row is meant, so that a rule nobody asked for costs nothing."""
     return torch.from_numpy(rows).to(device) if rows.any() else None
+
+
+def _chosen(rows: Tensor, theirs: Tensor, others: Tensor | None) -> Tensor:
+    """What a rule makes of its rows, [B] bool, beside the others' [B, ...]; None if it has all."""
+    if others is None:
+        return theirs
+    return torch.where(rows if theirs.ndim == 1 else rows[:, None], theirs, others)
 
 
 def draw(p: Distributions, u: Tensor) -> Tensor:
@@ -183,78 +194,99 @@ def verify(p: Distributions, draft: Draft, depths: Tensor, noise: Noise) -> Verd
     batch, depth = draft.tokens.shape
     every = torch.arange(batch, device=depths.device)
     real = torch.arange(depth, device=depths.device) < depths[:, None]
-    if depth:
-        assert noise.accept is not None
-        kept, weight, probability = _token_rule(p, draft, real, noise.accept[:, :depth])
-        if noise.block is not None:
-            rule = _block_rule(p, draft, depths, real, noise.accept[:, :depth])
-            kept, weight, probability = (
-                torch.where(noise.block if x.ndim == 1 else noise.block[:, None], y, x)
-                for x, y in zip((kept, weight, probability), rule, strict=True)
-            )
-    else:
-        kept, weight = torch.zeros_like(depths), torch.ones(batch, device=depths.device)
-        probability = weight[:, None][:, :0]
-    last = p[every, kept]
-    weights = last.p
-    if depth:
-        left = last.minus(draft.q[every, kept.clamp_max(depth - 1)], weight)
-        # Nothing left means p = q up to rounding, where the target itself is the answer.
-        rejected = (kept < depths) & (left.sum(-1) > 0)
-        weights = torch.where(rejected[:, None], left, weights.to(left.dtype))
-    token = last.tokens(_column(weights, noise.emit[every, kept]))
+    kept = token = probability = None
+    if noise.token is not None or noise.block is not None:
+        kept, probability = torch.zeros_like(depths), noise.emit[:, :0]
+        if depth:
+            kept, weight, probability = _kept(p, draft, depths, real, noise)
+        last = p[every, kept]
+        weights = last.p
+        if depth:
+            left = last.minus(draft.q[every, kept.clamp_max(depth - 1)], weight)
+            # Nothing left means p = q up to rounding, where the target itself is the answer.
+            rejected = (kept < depths) & (left.sum(-1) > 0)
+            weights = torch.where(rejected[:, None], left, weights.to(left.dtype))
+        token = last.tokens(_column(weights, noise.emit[every, kept]))
     if noise.coupled is not None:
         winners = noise.winners(p)
         same = (winners[:, :depth] == draft.tokens) & real
         reached = same.to(torch.int64).cumprod(1).sum(1)
-        kept = torch.where(noise.coupled, reached, kept)
-        token = torch.where(noise.coupled, winners[every, reached], token)
-        probability = torch.where(noise.coupled[:, None], same.to(probability.dtype), probability)
+        kept = _chosen(noise.coupled, reached, kept)
+        token = _chosen(noise.coupled, winners[every, reached], token)
+        probability = _chosen(noise.coupled, same.to(noise.emit.dtype), probability)
+    assert kept is not None and token is not None and probability is not None
     return Verdict(kept, token, probability.float())
 
 
+def _kept(
+    p: Distributions, draft: Draft, depths: Tensor, real: Tensor, noise: Noise
+) -> tuple[Tensor, Tensor, Tensor]:
+    """By the rules that reject: tokens kept [B], the target's weight in the residual [B], and the
+    probabilities [B, K]; those of other rows are void."""
+    assert noise.accept is not None
+    accept = noise.accept[:, : draft.tokens.shape[1]]
+    p_token, q_token = (x.to(accept.dtype) for x in _of_drafted(p, draft))
+    result: tuple[Tensor, ...] | None = None
+    if noise.token is not None:
+        result = _token_rule(p_token, q_token, real, accept)
+    if noise.block is not None:
+        theirs = _block_rule(p, draft, p_token, q_token, depths, real, accept)
+        others = result or (None, None, None)
+        result = tuple(_chosen(noise.block, *pair) for pair in zip(theirs, others, strict=True))
+    assert result is not None
+    kept, weight, probability = result
+    return kept, weight, probability
+
+
 def _token_rule(
-    p: Distributions, draft: Draft, real: Tensor, accept: Tensor
+    p_token: Tensor, q_token: Tensor, real: Tensor, accept: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens kept [B], the target's weight in the residual [B], probabilities [B, K]."""
-    p_token, q_token = (x.to(accept.dtype) for x in _of_drafted(p, draft))
-    # min(1, p / q) written so that q = 0 needs no case of its own; p = 0 gives 0.
-    probability = torch.where(p_token > 0, p_token / torch.maximum(p_token, q_token), 0.0)
+    # min(1, p / q); where that is 0 / 0, nothing is kept.
+    probability = (p_token / torch.maximum(p_token, q_token)).nan_to_num(0.0)
     # All in the uniforms' own type: rounded to float32 one of them could become 1.
     kept = (accept < probability) & real
     return kept.to(torch.int64).cumprod(1).sum(1), torch.ones_like(accept[:, 0]), probability
 
 
 def _block_rule(
-    p: Distributions, draft: Draft, depths: Tensor, real: Tensor, accept: Tensor
+    p: Distributions,
+    draft: Draft,
+    p_token: Tensor,
+    q_token: Tensor,
+    depths: Tensor,
+    real: Tensor,
+    accept: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `_token_rule`: the longest prefix whose own trial succeeds."""
     depth = draft.tokens.shape[1]
-    p_token, q_token = (x.to(accept.dtype) for x in _of_drafted(p, draft))
     # w after 0 to K tokens: how much more of the target than of the drafter is behind a prefix.
     weights = [torch.ones_like(accept[:, 0])]
     for i in range(depth):
         grown = weights[-1] * p_token[:, i]
-        weights.append(torch.where(grown > 0, grown / torch.maximum(grown, q_token[:, i]), 0.0))
+        weights.append((grown / torch.maximum(grown, q_token[:, i])).nan_to_num(0.0))
     weight = torch.stack(weights, 1)
-    # What is left to be drawn after each prefix that another drafted token follows.
-    left = p[:, 1:depth].minus(draft.q[:, 1:], weight[:, 1:depth]).sum(-1)
-    before = weight[:, 1:depth]
-    # At full weight this is left / left; where that is 0 / 0, p = q comes next, and something
-    # later is kept for certain.
-    inner = torch.where(before < 1, left / (left + (1 - before)), 1.0)
-    trial = torch.cat([inner, weight[:, depth:]], 1)
-    # The last prefix of a shorter draft has nothing after it, whatever the padding says.
-    at_end = torch.arange(1, depth + 1, device=depths.device) == depths[:, None]
-    trial = torch.where(at_end, weight[:, 1:], trial) * real
-    succeeded = accept < trial
     length = torch.arange(1, depth + 1, device=depths.device)
+    trial = weight[:, 1:]
+    if depth > 1:
+        # What is left to be drawn after each prefix that another drafted token follows.
+        left = p[:, 1:depth].minus(draft.q[:, 1:], weight[:, 1:depth]).sum(-1)
+        before = weight[:, 1:depth]
+        # At full weight this is left / left; where that is 0 / 0, p = q comes next, and something
+        # later is kept for certain.
+        inner = (left / (left + (1 - before))).nan_to_num(1.0)
+        trial = torch.cat([inner, weight[:, depth:]], 1)
+        # The last prefix of a shorter draft has nothing after it, whatever the padding says.
+        at_end = length == depths[:, None]
+        trial = torch.where(at_end, weight[:, 1:], trial)
+    trial = trial * real
+    succeeded = accept < trial
     kept = (succeeded * length).amax(1)
     # That a prefix of at least i tokens is kept: not all trials from i on fail.
     fails = (1 - trial).flip(1).cumprod(1).flip(1)
-    at_least = torch.cat([torch.ones_like(fails[:, :1]), 1 - fails], 1)
-    probability = torch.where(at_least[:, :-1] > 0, at_least[:, 1:] / at_least[:, :-1], 0.0)
-    return kept, weight.gather(1, kept[:, None])[:, 0], probability.to(p_token.dtype)
+    at_least = F.pad(1 - fails, (1, 0), value=1.0)
+    probability = (at_least[:, 1:] / at_least[:, :-1]).nan_to_num(0.0)
+    return kept, weight.gather(1, kept[:, None])[:, 0], probability
 
 
 def _of_drafted(p: Distributions, draft: Draft) -> tuple[Tensor, Tensor]:

@@ -260,8 +260,8 @@ def one_number_for(one, other):
     """What decides one thing decides the other too."""
 
     @around(verification, "uniforms")
-    def plant(right, seeds, positions, purpose, *offsets):
-        return right(seeds, positions, one if purpose is other else purpose, *offsets)
+    def plant(right, seeds, positions, purposes, *offsets):
+        return right(seeds, positions, np.where(purposes == other, one, purposes), *offsets)
 
     return plant
 
@@ -296,12 +296,18 @@ def numbers_from_a_stream(patch):
     """Takes every number from the request's generator, where a draft thrown away has moved it."""
     streams = {}
 
-    def numbers(seeds, positions, purpose, *offsets):
-        rows = []
-        for seed, row in zip(np.ravel(seeds).tolist(), positions, strict=True):
-            fresh = np.random.default_rng([seed, purpose])
-            rows.append(streams.setdefault((seed, purpose), fresh).random(len(row)))
-        return np.array(rows)
+    def stream(seed, purpose):
+        fresh = np.random.default_rng([seed, purpose])
+        return streams.setdefault((seed, purpose), fresh)
+
+    def numbers(seeds, positions, purposes, *offsets):
+        rows = list(zip(np.ravel(seeds).tolist(), positions, strict=True))
+        return np.array(
+            [
+                [stream(seed, purpose).random(len(row)) for seed, row in rows]
+                for purpose in np.ravel(purposes).tolist()
+            ]
+        )
 
     @around(Batch, "__init__")
     def begin(right, *args):
@@ -369,9 +375,9 @@ FAULTS = [
         "the target sees what it is to judge",
         edited(
             Span,
-            "after",
+            "_sight",
             "keys[None, None, None, :] <= positions[:, None, :, None]",
-            "(keys <= positions[:, -1:])[:, None, None].expand(-1, -1, width, -1)",
+            "(keys <= positions[:, -1:])[:, None, None].expand(-1, -1, positions.shape[1], -1)",
         ),
         law("hot", 2),
     ),
@@ -528,7 +534,7 @@ FAULTS = [
     ),
     Fault(
         "padding counted, block",
-        edited(verification, "_block_rule", "trial) * real", "trial)"),
+        edited(verification, "_block_rule", "trial * real", "trial"),
         DECISIONS["block"],
     ),
     Fault(
@@ -542,14 +548,19 @@ FAULTS = [
         edited(
             verification,
             "verify",
-            "torch.where(noise.coupled, reached, kept)",
-            "torch.where(noise.coupled, (reached + 1).minimum(depths), kept)",
+            "_chosen(noise.coupled, reached, kept)",
+            "_chosen(noise.coupled, (reached + 1).minimum(depths), kept)",
         ),
         law("hot", 1, "coupled"),
     ),
     Fault(
         "kept by chance, not by the race",
-        edited(verification, "verify", "same.to(torch.int64).cumprod(1).sum(1)", "kept"),
+        edited(
+            verification,
+            "verify",
+            "same.to(torch.int64).cumprod(1).sum(1)",
+            "((noise.emit[:, :depth] < 0.5) & real).to(torch.int64).cumprod(1).sum(1)",
+        ),
         law("hot", 2, "coupled"),
     ),
     Fault(
@@ -614,8 +625,8 @@ FAULTS = [
         edited(
             Batch,
             "cycle",
-            "self.head.refill(output, following, span, accepted)",
-            "self.head.refill(output, torch.cat([draft.tokens, pending], 1), span, accepted)",
+            "self.head.refill(output, following,",
+            "self.head.refill(output, torch.cat([draft.tokens, pending], 1),",
         ),
         CACHES,
     ),

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
+from mtplx import kernels
 from mtplx.randomness import Purpose, exponentials, fresh_seed, philox4x32, uniforms
 
 # Known answers of Random123 1.14 (kat_vectors, philox4x32 with 10 rounds).
@@ -37,13 +38,22 @@ def as_tensors(row):
     return [torch.tensor([word]) for word in words(row)]
 
 
+@pytest.fixture(params=["in C", "in Python"])
+def either(request, monkeypatch):
+    """By the kernels, where they are built, and without them."""
+    if request.param == "in Python":
+        monkeypatch.setattr(kernels, "find", lambda: None)
+
+
 @pytest.mark.parametrize("kind", [as_arrays, as_tensors])
 @pytest.mark.parametrize(("counter", "key", "expected"), KNOWN_ANSWERS)
+@pytest.mark.usefixtures("either")
 def test_philox_gives_the_published_answers(counter, key, expected, kind):
     got = philox4x32(kind(counter), kind(key))
     assert [int(word) for word in got] == words(expected)
 
 
+@pytest.mark.usefixtures("either")
 def test_philox_treats_every_row_alone():
     counters, keys, expected = (
         np.array([words(row[i]) for row in KNOWN_ANSWERS], np.uint64).T for i in range(3)
@@ -53,6 +63,14 @@ def test_philox_treats_every_row_alone():
     many = np.array(philox4x32(counters[:, :, None], keys[:, None, :]))
     assert many.shape == (4, 3, 3)
     np.testing.assert_array_equal(many[:, [0, 1, 2], [0, 1, 2]], expected)
+
+
+@pytest.mark.usefixtures("either")
+def test_purposes_are_told_apart_in_one_call():
+    seeds, positions, purposes = np.arange(3)[:, None], np.arange(4), [*Purpose]
+    together = uniforms(seeds, positions, np.array(purposes)[:, None, None])
+    alone = [uniforms(seeds, positions, purpose) for purpose in purposes]
+    np.testing.assert_array_equal(together, alone)
 
 
 def test_a_uniform_is_53_bits_of_the_generator():

@@ -200,17 +200,17 @@ def test_greedy_gives_a_tie_to_the_lowest_id():
 
 
 class Counted:
-    """torch.Tensor.topk, with the number of tokens it was asked for."""
+    """How many tokens of a row were put in order."""
 
     def __init__(self, monkeypatch):
         self.asked = []
-        original = torch.Tensor.topk
+        original = shaping._ascending
 
-        def topk(tensor, k, **keywords):
-            self.asked.append(k)
-            return original(tensor, k, **keywords)
+        def ascending(scores, count):
+            self.asked.append(count)
+            return original(scores, count)
 
-        monkeypatch.setattr(torch.Tensor, "topk", topk)
+        monkeypatch.setattr(shaping, "_ascending", ascending)
 
 
 VOCAB = 3 * TOP_P_CANDIDATES
@@ -264,10 +264,10 @@ def test_after_top_k_few_candidates_are_looked_at(monkeypatch):
     assert max(counted.asked) < 150
     for row, config, shaped in zip(logits, settings, got, strict=True):
         assert_same(shaped, law(row, config))
-    # Unless more tokens tie with the k-th than were looked at.
+    # Unless more tokens tie with the k-th.
     tied = np.where(np.arange(VOCAB) % 2, 1.0, 0.0)[None]
     assert_same(shape(tied, settings[:1])[0], law(tied[0], settings[0]))
-    assert VOCAB in counted.asked
+    assert max(counted.asked) >= VOCAB // 2
 
 
 @given(st.integers(1, 6), tied_rows(), st.lists(configs(), min_size=4, max_size=4))

@@ -24,6 +24,7 @@ class Given(Noise):
     def __init__(self, accept, emit, block=None):
         self.accept = torch.as_tensor(accept, dtype=torch.float64)
         self.emit = torch.as_tensor(emit, dtype=torch.float64)
+        self.token = torch.ones(len(self.emit), dtype=torch.bool)
         self.block, self.coupled = block, None
 
 
@@ -377,7 +378,7 @@ def test_a_race_does_not_depend_on_which_tokens_are_listed():
 def test_noise_stays_below_one_where_float32_is_the_widest(monkeypatch):
     monkeypatch.setattr(verification, "wide", lambda device: torch.float32)
     monkeypatch.setattr(
-        verification, "uniforms", lambda *args: np.array([[LAST_BELOW_ONE, 0.0, 2.0**-53]])
+        verification, "uniforms", lambda *args: np.array([[[LAST_BELOW_ONE, 0.0, 2.0**-53]]] * 3)
     )
     got = Noise([0], [0], ["token"], 2, CPU).emit
     assert got.dtype == torch.float32

@@ -15,7 +15,14 @@ from mtplx.errors import MtplxError
 from mtplx.kernels import Kernels
 from mtplx.models.blocks import Blocks, quantize
 from mtplx.models.eagle3 import Eagle3Head
-from mtplx.models.fused import FusedLayers, FusedSlots, FusedTrunk, heads_misfit, projections
+from mtplx.models.fused import (
+    FusedLayers,
+    FusedSlots,
+    FusedTrunk,
+    Rotations,
+    heads_misfit,
+    projections,
+)
 from mtplx.models.slots import KVSlots, Span
 from mtplx.models.tiled import TiledLinear, Tiles
 from mtplx.models.trunk import Trunk, TrunkOutput
@@ -91,6 +98,10 @@ class FusedHead(AttachedHead):
         parts["post_norm"] = layer.post_attention_layernorm.weight
         self._output = tiled(head.lm_head)
         self._fuse = tiled(head.fc)
+        self._rotations = Rotations(head.rotary)
+        norms = (layer.input_layernorm, layer.hidden_norm)
+        self._norms = torch.stack([norm.weight.detach() for norm in norms])
+        self._epsilon = head.config.layer.rms_norm_eps
         self._layers = FusedLayers(
             library,
             head.config.layer,
@@ -112,14 +123,17 @@ class FusedHead(AttachedHead):
 
     @torch.inference_mode()
     def step(self, tokens: Tensor, hidden: Tensor, span: Span, cache: Any) -> Tensor:
-        inputs, residual = self.head.layer.inputs(self._embed(tokens).float(), hidden)
+        # As `Layer.inputs`, both norms at once.
+        pair = torch.stack([self._embed(tokens).float(), hidden], -2)
+        inputs = F.rms_norm(pair, pair.shape[-1:], None, self._epsilon) * self._norms
+        residual = inputs[..., 1, :] if self.head.config.norm_before_residual else hidden
         x = residual.clone(memory_format=torch.contiguous_format)
         _, normed, _ = self._layers.run(
             x,
-            self.head.rotary(x, span.positions),
+            self._rotations(span.positions, span.end),
             span,
             cache,
-            inputs=inputs,
+            inputs=inputs.flatten(-2),
             with_normed=self.head.config.norm_output,
             with_logits=False,
         )

@@ -61,7 +61,7 @@ class HeadSlots:
         self._hidden: Tensor | None = None
 
     def refill(
-        self, output: TrunkOutput, following: Tensor, span: Span, last: Sequence[int]
+        self, output: TrunkOutput, following: Tensor, span: Span, last: Sequence[int] | Tensor
     ) -> None:
         """Take in a trunk pass whose tokens are now known to be committed.
 
@@ -74,7 +74,7 @@ class HeadSlots:
                 the pass is committed.
         """
         result = self.head.step(following, self.head.features(output), span, self.cache)
-        index = torch.tensor(last, device=result.device)
+        index = torch.as_tensor(last, device=result.device)
         newest = result[torch.arange(len(last), device=result.device), index.clamp_min(0)]
         if self._hidden is None:
             self._hidden = newest

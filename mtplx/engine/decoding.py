@@ -212,7 +212,7 @@ class Batch:
         void = None if p.void is None else p.void.tolist()
         logprobs = self._logprobs(output, following)
         if self.head:
-            self.head.refill(output, following, span, accepted)
+            self.head.refill(output, following, span, verdict.accepted)
 
         # Only the cycle's own time: what a stream's reader does between cycles is not decoding.
         elapsed = time.perf_counter() - started

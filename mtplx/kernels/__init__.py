@@ -1,4 +1,4 @@
-"""The decoder's pass in C, for CPUs: what decoder.h declares, for Python.
+"""In C, for CPUs: the decoder's pass (decoder.h), a sampler's search, and its noise.
 
 Built with the package where there is a C compiler; without, everything runs in torch.
 """
@@ -6,7 +6,7 @@ Built with the package where there is a C compiler; without, everything runs in 
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_size_t, c_void_p
+from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_size_t, c_void_p
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -96,6 +96,8 @@ class Kernels:
         multiply: rows by a matrix.
         room: bytes of scratch memory for a pass: (decoder, rows, threads, capacity).
         room_to_multiply: likewise: (rows, inputs).
+        largest: a search in each row: (x, wanted, values, columns, rows, width, room, threads).
+        philox: random numbers: (given, words, n).
     """
 
     def __init__(self, library: ctypes.CDLL, chosen: _Set) -> None:
@@ -108,6 +110,12 @@ class Kernels:
         self.room_to_multiply = library.mtplx_room_to_multiply
         self.room_to_multiply.restype = c_size_t
         self.room_to_multiply.argtypes = [c_int32, c_int32]
+        self.largest = library.mtplx_largest
+        self.largest.restype = c_int32
+        self.largest.argtypes = [*[c_void_p] * 4, *[c_int32] * 4]
+        self.philox = library.mtplx_philox
+        self.philox.restype = None
+        self.philox.argtypes = [c_void_p, c_void_p, c_int64]
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy of a model is run by the same functions.

@@ -43,9 +43,6 @@ def misfit(model: Any) -> str | None:
         return f"layers of type {config.model_type!r}"
     if config.hidden_act != "silu":
         return f"an MLP with {config.hidden_act}"
-    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if rope not in _STATIC_ROPE:
-        return f"rotary positions of type {rope!r}"
     heads = heads_misfit(config, model.get_decoder().rotary_emb)
     plain = [name for name, part in model.named_modules() if isinstance(part, nn.Linear)]
     return heads or (f"layers that are not tiled ({plain[0]} and others)" if plain else None)
@@ -58,6 +55,9 @@ def heads_misfit(config: Any, rotary: Any) -> str | None:
         config: with the sizes of transformers' Llama.
         rotary: embedding of positions.
     """
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rope not in _STATIC_ROPE:
+        return f"rotary positions of type {rope!r}"
     size, turned = _head_size(config), 2 * len(rotary.inv_freq)
     if size % LANES:
         return f"heads of {size} numbers, which is no multiple of {LANES}"
@@ -70,6 +70,27 @@ def _head_size(config: Any) -> int:
     return int(
         getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     )
+
+
+class Rotations:
+    """Cosines and sines by which a static rotary embedding turns each position, looked up."""
+
+    def __init__(self, rotary: Any) -> None:
+        """
+        Args:
+            rotary: of transformers; asked for every position once.
+        """
+        self._rotary = rotary
+        self._table = torch.empty(2, 0, 0)
+
+    def __call__(self, positions: Tensor, end: int) -> Tensor:
+        """Cosines and sines at positions [B, T] below `end`, [2, B, T, D] float32."""
+        table = self._table
+        if end > table.shape[1]:
+            # Twice as many as before, so that a growing text has few made anew.
+            every = torch.arange(max(end, 2 * table.shape[1], 256))[None]
+            table = self._table = torch.cat(self._rotary(torch.empty(0), every)).float()
+        return table.index_select(1, positions.flatten()).view(2, *positions.shape, -1)
 
 
 class FusedLayers:
@@ -129,7 +150,7 @@ class FusedLayers:
     def run(
         self,
         x: Tensor,
-        rotation: tuple[Tensor, Tensor],
+        rotation: Tensor,
         span: Span,
         cache: FusedSlots,
         *,
@@ -142,7 +163,7 @@ class FusedLayers:
 
         Args:
             x: embeddings, [B, T, H] float32, contiguous; overwritten by the last stream.
-            rotation: cosines and sines, [B, T, D] each.
+            rotation: cosines and sines, [2, B, T, D] float32, contiguous.
             span: where the positions lie.
             cache: written there.
             inputs: for the first layer's attention, instead of its norm of x, [B, T, K] float32.
@@ -156,12 +177,13 @@ class FusedLayers:
         """
         shape = span.positions.shape
         places = cache.places(span)
-        cos, sin = (part.float().contiguous() for part in rotation)
+        cos, sin = rotation
         inputs = None if inputs is None else inputs.contiguous()
         # The kernels do not ask how large anything is.
         assert x.is_contiguous() and x.dtype == torch.float32
         assert x.shape == (*shape, self.hidden_size)
-        assert cos.shape == sin.shape == (*shape, self.head_size)
+        assert rotation.is_contiguous() and rotation.dtype == torch.float32
+        assert rotation.shape == (2, *shape, self.head_size)
         if inputs is not None:
             assert inputs.shape == (*shape, self.input_size) and inputs.dtype == torch.float32
 
@@ -239,8 +261,7 @@ class FusedSlots:
                 f"{slots} slots up to position {span.end - 1} in a cache of {self.keys.shape[1]} "
                 f"with {self.capacity} positions each"
             )
-        row = torch.arange(slots)[:, None].expand_as(span.positions)
-        return torch.stack([row, span.positions], -1).to(torch.int32)
+        return span.places
 
     def table(self) -> kernels.Cache:
         """For the kernels."""
@@ -275,6 +296,7 @@ class FusedTrunk(Trunk):
             decoder.norm.weight,
             model.get_output_embeddings(),
         )
+        self._rotations = Rotations(decoder.rotary_emb)
         super().__init__(model)
 
     def tap(self, layer_ids: Sequence[int]) -> None:
@@ -294,7 +316,8 @@ class FusedTrunk(Trunk):
     ) -> TrunkOutput:
         x = self.embed(tokens).float().contiguous()
         # Past the context lies only the padding of other rows' longer drafts.
-        rotation = self.decoder.rotary_emb(x, span.positions.clamp_max(self.context - 1))
+        positions, end = span.positions.clamp_max(self.context - 1), min(span.end, self.context)
+        rotation = self._rotations(positions, end)
         found, normed, logits = self.fused.run(
             x, rotation, span, cache, streams=taps, with_logits=with_logits
         )

@@ -8,6 +8,7 @@ a rejected draft is therefore setting a number back (docs/architecture.md).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -21,26 +22,37 @@ class Span:
     Attributes:
         positions: absolute position of every input token, [B, T] int64.
         end: one past the highest position in the batch; attention reads [0, end).
-        mask: True where a query may look at a key, [B, 1, T, end] bool.
         start: the first position if all rows share it, else None. A shared start turns the
             scattered write into a slice copy.
     """
 
     positions: Tensor
     end: int
-    mask: Tensor
     start: int | None
 
     @classmethod
     def after(cls, lengths: list[int], width: int, device: torch.device) -> Span:
         """The `width` positions that follow each slot's first `lengths[b]`."""
-        begins = torch.tensor(lengths, device=device)
-        positions = begins[:, None] + torch.arange(width, device=device)
+        positions = torch.tensor([[*range(n, n + width)] for n in lengths], device=device)
         end = max(lengths) + width
-        keys = torch.arange(end, device=device)
-        mask = keys[None, None, None, :] <= positions[:, None, :, None]
         start = lengths[0] if min(lengths) == max(lengths) else None
-        return cls(positions, end, mask, start)
+        return cls(positions, end, start)
+
+    @cached_property
+    def mask(self) -> Tensor:
+        """True where a query may look at a key, [B, 1, T, end] bool."""
+        return self._sight()
+
+    def _sight(self) -> Tensor:
+        positions, keys = self.positions, torch.arange(self.end, device=self.positions.device)
+        return keys[None, None, None, :] <= positions[:, None, :, None]
+
+    @cached_property
+    def places(self) -> Tensor:
+        """Slot and position of every token, [B, T, 2] int32."""
+        slots = torch.arange(len(self.positions), device=self.positions.device)
+        row = slots[:, None].expand_as(self.positions)
+        return torch.stack([row, self.positions], -1).to(torch.int32)
 
 
 class KVSlots:

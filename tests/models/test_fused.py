@@ -12,7 +12,7 @@ from mtplx.drafters.attached import AttachedHead, FusedHead, attach
 from mtplx.engine.decoding import Batch
 from mtplx.engine.request import Request
 from mtplx.models.eagle3 import Eagle3Config, Eagle3Head
-from mtplx.models.fused import FusedTrunk, misfit
+from mtplx.models.fused import FusedTrunk, Rotations, misfit
 from mtplx.models.slots import Span
 from mtplx.models.tiled import linear_layers, tile
 from mtplx.models.trunk import Trunk
@@ -336,3 +336,17 @@ def test_what_the_kernels_cannot_run_is_named():
     assert reason(rope_parameters=dynamic) == "rotary positions of type 'dynamic'"
     assert reason(head_dim=272) == "heads of 272 numbers, more than 256"
     assert "not tiled (model.layers.0.self_attn.q_proj" in misfit(plain("llama"))
+
+
+@pytest.mark.parametrize("name", ["llama", "llama3 rope"])
+def test_rotations_are_the_models_own_to_the_last_bit(name):
+    rotary = AutoModelForCausalLM.from_config(CONFIGS[name]).model.rotary_emb
+    rotations = Rotations(rotary)
+    # Within the table, and beyond what it has held so far.
+    for lengths, width in (([3, 0], 2), ([250, 255], 5), ([2000, 7], 3)):
+        span = Span.after(lengths, width, torch.device("cpu"))
+        cos, sin = rotary(torch.empty(0), span.positions)
+        got = rotations(span.positions, span.end)
+        assert got.is_contiguous()
+        assert got[0].tolist() == cos.tolist()
+        assert got[1].tolist() == sin.tolist()
