@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, get_args, overload
+from typing import Any, Literal, get_args, overload
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ import torch
 from mtplx import kernels
 from mtplx.drafters.find import find_head
 from mtplx.drafters.mtp import Head
+from mtplx.drafters.pace import DEEPEST, Pace
 from mtplx.engine.decoding import Batch, Burst
 from mtplx.engine.request import FinishReason, Request, Stats, TokenLogprobs
 from mtplx.errors import MtplxError
@@ -42,6 +43,9 @@ DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_MAX_TOKENS = 256
 MOST_LOGPROBS = 1000
 """Alternatives reported with each token at most: more would be no report, but a vocabulary."""
+
+Depth = int | Literal["auto"]
+"""Tokens drafted per cycle, or `auto` for as many as pay."""
 
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
 """Text, chat messages, or token ids."""
@@ -118,6 +122,7 @@ class LLM:
         self.tokenizer = tokenizer
         self.defaults = defaults
         self.depth = depth
+        self.pace = Pace()
         self.notes = tuple(notes)
 
     @property
@@ -139,6 +144,17 @@ class LLM:
             raise MtplxError(
                 f"{self.name}: its own sampling settings are unusable: {error}"
             ) from None
+
+    def default_depth(self, sampling: SamplerConfig) -> Depth:
+        """The depth of a request that names none: `auto`, if there is a head.
+
+        But what the head recommends where a seed asks for the same text again and rounding could
+        tell passes of different width apart: how far `auto` drafts is a matter of time.
+        """
+        if self.head is None:
+            return 0
+        exact = self.trunk.deterministic or sampling.seed is None
+        return "auto" if exact else self.depth
 
     def encode(self, prompt: Prompt, raw: bool = False) -> list[int]:
         """Token ids of a prompt.
@@ -187,7 +203,7 @@ class LLM:
         prompt: Prompt,
         *,
         max_tokens: int = ...,
-        depth: int | None = ...,
+        depth: Depth | None = ...,
         sampling: SamplerConfig | None = ...,
         verifier: Verifier | None = ...,
         raw: bool = ...,
@@ -202,7 +218,7 @@ class LLM:
         prompt: list[str] | list[list[Mapping[str, Any]]] | list[list[int]],
         *,
         max_tokens: int = ...,
-        depth: int | None = ...,
+        depth: Depth | None = ...,
         sampling: SamplerConfig | None = ...,
         verifier: Verifier | None = ...,
         raw: bool = ...,
@@ -216,7 +232,7 @@ class LLM:
         prompt: Any,
         *,
         max_tokens: int = DEFAULT_MAX_TOKENS,
-        depth: int | None = None,
+        depth: Depth | None = None,
         sampling: SamplerConfig | None = None,
         verifier: Verifier | None = None,
         raw: bool = False,
@@ -229,7 +245,8 @@ class LLM:
         Args:
             prompt: see `encode`; a list of strings, of message lists or of id lists is a batch.
             max_tokens: most tokens to emit, each.
-            depth: tokens drafted per cycle; None for what the head recommends, 0 for none.
+            depth: tokens drafted per cycle; 0 for none, "auto" for as many as pay, which is learned
+                as the model writes. None for `default_depth`.
             sampling: settings; None for the checkpoint's own. In a batch, row i uses seed + i.
             verifier: the exact rule by which drafts are kept; None for `coupled` where the
                 sampling has a seed, so that the text depends on the seed alone, else `block`.
@@ -256,7 +273,7 @@ class LLM:
         tokens: list[list[int]] = [[] for _ in requests]
         entries: list[list[TokenLogprobs]] = [[] for _ in requests]
         last: dict[int, Burst] = {}
-        for bursts in Batch(self.trunk, self.head, requests).run():
+        for bursts in Batch(self.trunk, self.head, requests, self.pace).run():
             for burst in bursts:
                 tokens[burst.index] += burst.tokens
                 entries[burst.index] += burst.logprobs or []
@@ -284,7 +301,7 @@ class LLM:
         prompt: Prompt,
         *,
         max_tokens: int = DEFAULT_MAX_TOKENS,
-        depth: int | None = None,
+        depth: Depth | None = None,
         sampling: SamplerConfig | None = None,
         verifier: Verifier | None = None,
         raw: bool = False,
@@ -299,7 +316,7 @@ class LLM:
             prompt, max_tokens, depth, sampling, verifier, raw, stops, begin, logprobs, 0
         )
         # Made here, so that what is wrong with the request is said now and not at the first piece.
-        return self._pieces(Batch(self.trunk, self.head, [request]), request)
+        return self._pieces(Batch(self.trunk, self.head, [request], self.pace), request)
 
     def _pieces(self, batch: Batch, request: Request) -> Iterator[Piece]:
         used = replace(request.sampling, seed=request.seed)
@@ -323,7 +340,7 @@ class LLM:
         self,
         prompt: Prompt,
         max_tokens: int,
-        depth: int | None,
+        depth: Depth | None,
         sampling: SamplerConfig | None,
         verifier: Verifier | None,
         raw: bool,
@@ -332,15 +349,16 @@ class LLM:
         logprobs: int | None,
         row: int,
     ) -> Request:
-        depth = self.depth if depth is None else depth
-        for name, value, least in (("max_tokens", max_tokens, 1), ("depth", depth, 0)):
-            if not _is_id(value) or value < least:
-                raise MtplxError(f"{name} must be an integer of {least} or more, got {value!r}")
-        if depth and self.head is None:
-            raise MtplxError(f"{self.name} has no MTP head to draft with; use depth 0")
+        if not _is_id(max_tokens) or max_tokens < 1:
+            raise MtplxError(f"max_tokens must be an integer of 1 or more, got {max_tokens!r}")
         sampling = self.default_sampling if sampling is None else sampling
         if not isinstance(sampling, SamplerConfig):
             raise MtplxError(f"sampling must be a SamplerConfig, got {sampling!r}")
+        depth = self.default_depth(sampling) if depth is None else depth
+        if depth != "auto" and not (_is_id(depth) and depth >= 0):
+            raise MtplxError(f'depth must be an integer of 0 or more, or "auto", got {depth!r}')
+        if depth and self.head is None:
+            raise MtplxError(f"{self.name} has no MTP head to draft with; use depth 0")
         try:
             check_token_settings(sampling, self.trunk.vocab_size)
         except ValueError as error:
@@ -359,7 +377,8 @@ class LLM:
             sampling=sampling,
             seed=seed,
             max_tokens=int(max_tokens),
-            depth=int(depth),
+            depth=DEEPEST if depth == "auto" else int(depth),
+            adaptive=depth == "auto",
             stop_ids=frozenset([*self.defaults.eos_token_ids, *stop_token_ids]),
             verifier=verifier or default_verifier(sampling),
             grammar=grammar,

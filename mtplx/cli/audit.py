@@ -41,7 +41,7 @@ def audit(
         ),
     ] = None,
     head: options.Head = None,
-    depth: options.Depth = None,
+    depth: options.FixedDepth = None,
     verifier: Annotated[
         Verifier | None,
         typer.Option(help="The rule to audit; block if not given, token with --plant."),

@@ -11,14 +11,14 @@ from mtplx.cli import options, show
 from mtplx.errors import MtplxError
 
 if TYPE_CHECKING:
-    from mtplx.llm import LLM
+    from mtplx.llm import LLM, Depth
     from mtplx.sampling import SamplerConfig
 
 HELP = """\
 /help          this list
 /reset         forget the conversation
 /system TEXT   set the system message and begin anew; without TEXT, the model's own
-/depth N       draft N tokens per cycle; 0 for none
+/depth N       draft N tokens per cycle; 0 for none, auto for as many as pay
 /stats         show or hide the figures after each answer
 /exit          leave, as Ctrl-D does
 Ctrl-C stops an answer. What it said so far is kept."""
@@ -31,7 +31,7 @@ class Conversation:
         self,
         llm: LLM,
         sampling: SamplerConfig,
-        depth: int,
+        depth: Depth,
         max_tokens: int,
         system: str | None,
         stats: bool,
@@ -75,14 +75,16 @@ class Conversation:
         return True
 
     def _set_depth(self, argument: str) -> None:
-        # Python reads no number of thousands of digits, and no depth has more than a few.
-        if not argument.isdecimal() or len(argument) > 9:
-            _say(f"the depth is {self.depth}; /depth N takes a number from 0 up")
-        elif int(argument) and self.llm.head is None:
+        try:
+            depth = options.read_depth(argument)
+        except typer.BadParameter:
+            _say(f"the depth is {self.depth}; /depth N takes a number from 0 up, or auto")
+            return
+        if depth and self.llm.head is None:
             _say(f"{self.llm.name} has no MTP head to draft with")
         else:
-            self.depth = int(argument)
-            _say(f"the depth is {self.depth}")
+            self.depth = depth
+            _say(f"the depth is {depth}")
 
     def answer(self, text: str) -> None:
         """Ask, and write the answer as it comes; Ctrl-C ends it early."""
@@ -149,7 +151,12 @@ def chat(
         raise MtplxError(f"{llm.name} has no MTP head to draft with; use --depth 0")
     sampling = options.sampling_for(llm, given)
     conversation = Conversation(
-        llm, sampling, llm.depth if depth is None else depth, max_tokens, system, stats
+        llm,
+        sampling,
+        llm.default_depth(sampling) if depth is None else depth,
+        max_tokens,
+        system,
+        stats,
     )
     _say(f"{llm.name}, depth {conversation.depth}, {show.sampling_words(sampling)}; /help for help")
     _talk(conversation)

@@ -14,7 +14,7 @@ from mtplx.cli import options, show
 from mtplx.errors import MtplxError
 
 if TYPE_CHECKING:
-    from mtplx.llm import Piece, Result
+    from mtplx.llm import Depth, Piece, Result
 
 WARM_UP_TOKENS = 8
 
@@ -88,9 +88,9 @@ def generate(
     text = options.read_prompt(prompt, file)
     llm = options.load_llm(model, head, dtype, device, deterministic, quantize)
     sampling = options.sampling_for(llm, given)
-    depth = llm.depth if depth is None else depth
+    depth = llm.default_depth(sampling) if depth is None else depth
 
-    def run(depth: int, write: Callable[[str], None], tokens: int = max_tokens) -> Result:
+    def run(depth: Depth, write: Callable[[str], None], tokens: int = max_tokens) -> Result:
         pieces = llm.stream(
             text,
             max_tokens=tokens,

@@ -36,7 +36,34 @@ Head = Annotated[
         help="An attached head instead of the model's own: a directory or a hub id.",
     ),
 ]
+
+
+def read_depth(text: str) -> int | Literal["auto"]:
+    """A depth as it is written; raises `typer.BadParameter` for what is none."""
+    if text == "auto":
+        return "auto"
+    if not text.isdecimal() or len(text) > DIGITS:
+        raise typer.BadParameter(f"{text!r} is neither a number from 0 up nor auto")
+    return int(text)
+
+
+DIGITS = 9
+"""Of a depth at most: Python reads no number of thousands of them, and none has more than a few."""
+
 Depth = Annotated[
+    # Typer knows no type of a number or a word.
+    Any,
+    typer.Option(
+        "--depth",
+        "-k",
+        parser=read_depth,
+        metavar="N|auto",
+        help="Tokens drafted per cycle; 0 for none, auto for as many as pay. If not given, auto, "
+        "or what the head recommends where a seed's text might depend on it.",
+        show_default=False,
+    ),
+]
+FixedDepth = Annotated[
     int | None,
     typer.Option(
         "--depth",

@@ -14,7 +14,7 @@ from mtplx.sampling import SamplerConfig
 
 if TYPE_CHECKING:
     from mtplx.engine.request import Stats, TokenLogprobs
-    from mtplx.llm import LLM
+    from mtplx.llm import LLM, Depth
 
 
 def console() -> Console:
@@ -76,7 +76,7 @@ def sampling_words(sampling: SamplerConfig) -> str:
 
 
 def print_stats(
-    llm: LLM, depth: int, sampling: SamplerConfig, stats: Stats, plain: Stats | None = None
+    llm: LLM, depth: Depth, sampling: SamplerConfig, stats: Stats, plain: Stats | None = None
 ) -> None:
     """What a generation did, and with which settings; with `plain`, beside the same at depth 0."""
     kind = str(llm.trunk.dtype).removeprefix("torch.")
@@ -86,7 +86,7 @@ def print_stats(
     out.print(sampling_words(sampling), soft_wrap=True, markup=False)
 
 
-def stats_table(depth: int, stats: Stats, plain: Stats | None = None) -> Table:
+def stats_table(depth: Depth, stats: Stats, plain: Stats | None = None) -> Table:
     """The figures of one run, or of two side by side."""
     runs = [stats] if plain is None else [stats, plain]
     table = Table()

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from mtplx.drafters.pace import Draftsman
 from mtplx.history import Histories
 from mtplx.models.slots import Span
 from mtplx.models.trunk import TrunkOutput
@@ -88,6 +89,7 @@ class HeadSlots:
         noise: Noise,
         shaper: Shaper,
         histories: Histories,
+        draftsman: Draftsman | None = None,
     ) -> Draft:
         """Draft `depth` tokens for every row, each from the distribution its sampler makes.
 
@@ -98,6 +100,7 @@ class HeadSlots:
             noise: of this cycle.
             shaper: the requests' samplers.
             histories: of their texts, with the token that waits for the trunk.
+            draftsman: may end the draft before, but not before its first token; None goes on.
         """
         assert self._hidden is not None, "refill before drafting"
         hidden, ids = self._hidden, self.head.draft_ids
@@ -105,12 +108,16 @@ class HeadSlots:
         rows: list[Distributions] = []
         for i in range(depth):
             if i:
+                if draftsman and not draftsman.goes_on(i):
+                    break
                 span = Span.after([n + i - 1 for n in lengths], 1, hidden.device)
                 result = self.head.step(tokens[-1][:, None], hidden[:, None], span, self.cache)
                 hidden = result[:, 0]
             q = shaper(self.head.logits(hidden), histories.behind(tokens), ids)
             rows.append(q)
             tokens.append(noise.drafted(q, i))
+            if draftsman:
+                draftsman.drew(q.p.amax(-1).tolist())
         return Draft(torch.stack(tokens, 1), Distributions.stack(rows, shaper.vocab_size))
 
     def keep_rows(self, rows: Tensor) -> None:

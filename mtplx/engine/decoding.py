@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from mtplx.drafters.mtp import Head, HeadSlots
+from mtplx.drafters.pace import Draftsman, Pace, Trust
 from mtplx.engine.request import FinishReason, Request, Stats, TokenLogprobs
 from mtplx.errors import MtplxError
 from mtplx.history import Follower, Histories
@@ -46,6 +47,7 @@ class Slot:
     output: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stats: Stats = field(default_factory=Stats)
+    trust: Trust = field(default_factory=Trust)
 
     def depth(self) -> int:
         """Tokens worth drafting now: no more than the budget leaves beside the bonus."""
@@ -91,8 +93,22 @@ class Burst:
 class Batch:
     """Requests decoded side by side until all are done."""
 
-    def __init__(self, trunk: Trunk, head: Head | None, requests: Sequence[Request]) -> None:
+    def __init__(
+        self,
+        trunk: Trunk,
+        head: Head | None,
+        requests: Sequence[Request],
+        pace: Pace | None = None,
+    ) -> None:
+        """
+        Args:
+            trunk: of the model.
+            head: that drafts; None where no request wants drafts.
+            requests: at least one.
+            pace: what is known of the model's pace, and goes on being learned; None to begin anew.
+        """
         self.trunk = trunk
+        self.pace = pace or Pace()
         self.device = trunk.device
         self.slots = [self._slot(i, request) for i, request in enumerate(requests)]
         if head is None and any(r.depth for r in requests):
@@ -179,7 +195,8 @@ class Batch:
         started = time.perf_counter()
         slots = self.slots
         depths = [slot.depth() for slot in slots]
-        depth = max(depths)
+        draftsman = self._draftsman(depths)
+        depth = max(depths) if draftsman is None or draftsman.goes_on(0) else 0
         lengths = [slot.length for slot in slots]
         noise = Noise(
             [slot.request.seed for slot in slots],
@@ -191,9 +208,11 @@ class Batch:
         pending = torch.tensor([[slot.pending] for slot in slots], device=self.device)
 
         if depth and self.head:
-            draft = self.head.draft(depth, lengths, noise, self.shaper, self.histories)
+            draft = self.head.draft(depth, lengths, noise, self.shaper, self.histories, draftsman)
         else:
             draft = _empty_draft(len(slots), self.device)
+        depth = draft.tokens.shape[1]
+        depths = [min(own, depth) for own in depths]
 
         span = Span.after(lengths, depth + 1, self.device)
         output = self.trunk.forward(
@@ -243,7 +262,18 @@ class Batch:
             stats = slot.stats.snapshot()
             own = logprobs[b][: len(new)] if b in logprobs else None
             bursts.append(Burst(slot.index, new, kept, slot.finish_reason, stats, own))
+            if draftsman:
+                draftsman.learn(b, min(len(new), depths[b]), probability[b])
+        if draftsman:
+            self.pace.took(len(slots), depth, elapsed, sum(map(len, emitted)))
         return bursts
+
+    def _draftsman(self, depths: Sequence[int]) -> Draftsman | None:
+        """Who decides how far this cycle's draft goes; None where all depths are fixed."""
+        trusts = [slot.trust if slot.request.adaptive else None for slot in self.slots]
+        if self.head is None or not any(trusts):
+            return None
+        return Draftsman(self.pace, trusts, depths)
 
     def _nothing_left(self, row: int) -> str:
         """What to say where a request's settings forbid all that could come next."""

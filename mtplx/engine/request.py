@@ -22,6 +22,7 @@ class Request:
         seed: of this request's noise.
         max_tokens: most tokens to emit.
         depth: drafted tokens per cycle; 0 is plain decoding.
+        adaptive: draft fewer where more would not pay, so that `depth` is only the most.
         stop_ids: tokens that end the text; the one that does is emitted.
         verifier: the rule that keeps or replaces what was drafted.
         grammar: begins a constraint on the text, behind its forced tokens; None for none.
@@ -38,6 +39,7 @@ class Request:
     verifier: Verifier = "token"
     grammar: Callable[[], Constraint] | None = None
     logprobs: int | None = None
+    adaptive: bool = False
 
     def forbidding(self) -> list[str]:
         """What of its settings can forbid a token, by name."""

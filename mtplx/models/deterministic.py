@@ -46,6 +46,8 @@ class DeterministicTrunk(Trunk):
         slow_because: why it is 1, or None.
     """
 
+    deterministic = True
+
     def __init__(self, model: Any) -> None:
         self.tile = TILE
         self.slow_because: str | None = None

@@ -286,6 +286,8 @@ class FusedSlots:
 class FusedTrunk(Trunk):
     """A trunk whose passes are the kernels'. Its model's own code is not run."""
 
+    deterministic = True
+
     def __init__(self, model: Any, library: Kernels) -> None:
         assert misfit(model) is None
         decoder = model.get_decoder()

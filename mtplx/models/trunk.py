@@ -49,7 +49,12 @@ class Trunk:
     that do not give each row of a ragged batch its own logits; a sliding window, or a rotary
     embedding that changes with the length, becomes a limit on the context, within which it
     changes nothing.
+
+    Attributes:
+        deterministic: whether a position comes out the same, to the last bit, in any pass.
     """
+
+    deterministic = False
 
     def __init__(self, model: Any) -> None:
         self.model: Any = model
