@@ -62,7 +62,8 @@ class Result:
             context's end.
         sampling: the settings used, with the seed that was drawn if none was given.
         verifier: the rule used. With it and the seed the same text can be had again, by `coupled`
-            at any depth, by the others at the same one with the same head.
+            at any depth, by the others at the same one with the same head: not with `auto`, whose
+            depths depend on what passes took.
         stats: telemetry.
         logprobs: of each token, if they were asked for.
     """
@@ -122,7 +123,7 @@ class LLM:
         self.tokenizer = tokenizer
         self.defaults = defaults
         self.depth = depth
-        self.pace = Pace()
+        self.pace = Pace(depth) if depth else Pace()
         self.notes = tuple(notes)
 
     @property
@@ -145,16 +146,25 @@ class LLM:
                 f"{self.name}: its own sampling settings are unusable: {error}"
             ) from None
 
-    def default_depth(self, sampling: SamplerConfig) -> Depth:
+    def default_depth(self, sampling: SamplerConfig, verifier: Verifier | None = None) -> Depth:
         """The depth of a request that names none: `auto`, if there is a head.
 
-        But what the head recommends where a seed asks for the same text again and rounding could
-        tell passes of different width apart: how far `auto` drafts is a matter of time.
+        But what the head recommends where the same text is wanted again, by a seed or at
+        temperature 0, and depth could show in it: how far `auto` drafts is a matter of time. Depth
+        shows where rounding tells passes of different width apart, and by other rules than
+        `coupled`.
+
+        Args:
+            sampling: of the request.
+            verifier: of the request; None for the default.
         """
         if self.head is None:
             return 0
-        exact = self.trunk.deterministic or sampling.seed is None
-        return "auto" if exact else self.depth
+        greedy = sampling.temperature == 0
+        alike = greedy or (verifier or default_verifier(sampling)) == "coupled"
+        wanted_again = greedy or sampling.seed is not None
+        hidden = self.trunk.deterministic and alike
+        return self.depth if wanted_again and not hidden else "auto"
 
     def encode(self, prompt: Prompt, raw: bool = False) -> list[int]:
         """Token ids of a prompt.
@@ -354,8 +364,15 @@ class LLM:
         sampling = self.default_sampling if sampling is None else sampling
         if not isinstance(sampling, SamplerConfig):
             raise MtplxError(f"sampling must be a SamplerConfig, got {sampling!r}")
-        depth = self.default_depth(sampling) if depth is None else depth
-        if depth != "auto" and not (_is_id(depth) and depth >= 0):
+        rules = get_args(Verifier)
+        if verifier is not None and not (isinstance(verifier, str) and verifier in rules):
+            raise MtplxError(f"verifier must be one of {rules}, got {verifier!r}")
+        depth = self.default_depth(sampling, verifier) if depth is None else depth
+        adaptive = isinstance(depth, str) and depth == "auto"
+        if adaptive:
+            # Without a head nothing pays.
+            depth = DEEPEST if self.head else 0
+        if not _is_id(depth) or int(depth) < 0:
             raise MtplxError(f'depth must be an integer of 0 or more, or "auto", got {depth!r}')
         if depth and self.head is None:
             raise MtplxError(f"{self.name} has no MTP head to draft with; use depth 0")
@@ -368,17 +385,14 @@ class LLM:
                 f"logprobs must be an integer from 0 to {MOST_LOGPROBS}, or None for no "
                 f"log-probabilities, got {logprobs!r}"
             )
-        rules = get_args(Verifier)
-        if verifier is not None and not (isinstance(verifier, str) and verifier in rules):
-            raise MtplxError(f"verifier must be one of {rules}, got {verifier!r}")
         seed = fresh_seed() if sampling.seed is None else (sampling.seed + row) % 2**64
         return Request(
             prompt=tuple(self.encode(prompt, raw)),
             sampling=sampling,
             seed=seed,
             max_tokens=int(max_tokens),
-            depth=DEEPEST if depth == "auto" else int(depth),
-            adaptive=depth == "auto",
+            depth=int(depth),
+            adaptive=adaptive,
             stop_ids=frozenset([*self.defaults.eos_token_ids, *stop_token_ids]),
             verifier=verifier or default_verifier(sampling),
             grammar=grammar,

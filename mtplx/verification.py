@@ -61,7 +61,8 @@ class Noise:
 
     A rule that looks at later drafts before it decides (`block`) must not meet the same numbers
     when it drafts those positions again, so its noise belongs to the cycle too; docs/exactness.md
-    has an example of what goes wrong otherwise.
+    has an example of what goes wrong otherwise. So it is with any rule where a void draft may have
+    a say in how deep the next one goes.
 
     Attributes:
         draft: uniforms that draw the draft, [B, K + 1]; None at depth 0.
@@ -78,6 +79,7 @@ class Noise:
         verifiers: Sequence[Verifier],
         depth: int,
         device: torch.device,
+        adaptive: Sequence[bool] = (),
     ) -> None:
         """
         Args:
@@ -87,11 +89,15 @@ class Noise:
             verifiers: rule of each.
             depth: tokens drafted, at most.
             device: where the numbers are wanted.
+            adaptive: rows whose depth may depend on what became of earlier drafts, void ones too;
+                none if not given.
         """
         self.device, self.depth = device, depth
         ahead = np.arange(1, depth + 2, dtype=np.uint64)
         positions = np.array(lengths, dtype=np.uint64)[:, None] + ahead
         by_cycle = np.array([v == "block" for v in verifiers])
+        if len(adaptive):
+            by_cycle |= np.array(adaptive)
         offsets = np.where(by_cycle[:, None], ahead, np.uint64(0))
         seed = np.array(seeds, dtype=np.uint64)[:, None]
         purposes = (Purpose.DRAFT, Purpose.ACCEPT, Purpose.EMIT) if depth else (Purpose.EMIT,)

@@ -80,7 +80,7 @@ class Conversation:
         except typer.BadParameter:
             _say(f"the depth is {self.depth}; /depth N takes a number from 0 up, or auto")
             return
-        if depth and self.llm.head is None:
+        if depth and depth != "auto" and self.llm.head is None:
             _say(f"{self.llm.name} has no MTP head to draft with")
         else:
             self.depth = depth
@@ -147,7 +147,7 @@ def chat(
     llm = options.load_llm(model, head, dtype, device, quantize=quantize)
     if not llm.tokenizer.chat_template:
         raise MtplxError(f"{llm.name} has no chat template: use `mtplx generate --raw`")
-    if depth and llm.head is None:
+    if depth and depth != "auto" and llm.head is None:
         raise MtplxError(f"{llm.name} has no MTP head to draft with; use --depth 0")
     sampling = options.sampling_for(llm, given)
     conversation = Conversation(

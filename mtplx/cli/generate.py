@@ -88,7 +88,7 @@ def generate(
     text = options.read_prompt(prompt, file)
     llm = options.load_llm(model, head, dtype, device, deterministic, quantize)
     sampling = options.sampling_for(llm, given)
-    depth = llm.default_depth(sampling) if depth is None else depth
+    depth = llm.default_depth(sampling, verifier) if depth is None else depth
 
     def run(depth: Depth, write: Callable[[str], None], tokens: int = max_tokens) -> Result:
         pieces = llm.stream(

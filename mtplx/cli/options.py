@@ -59,7 +59,7 @@ Depth = Annotated[
         parser=read_depth,
         metavar="N|auto",
         help="Tokens drafted per cycle; 0 for none, auto for as many as pay. If not given, auto, "
-        "or what the head recommends where a seed's text might depend on it.",
+        "or what the head recommends where a seed's or a greedy text might depend on it.",
         show_default=False,
     ),
 ]

@@ -53,6 +53,10 @@ class Head(Protocol):
         ...
 
 
+POSTPONED = 64
+"""Passes whose refills are put off at most: their hidden states are kept until then."""
+
+
 class HeadSlots:
     """A head's side of B sequences: its cache, and where the next draft starts from."""
 
@@ -60,6 +64,7 @@ class HeadSlots:
         self.head = head
         self.cache = head.new_cache(capacity)
         self._hidden: Tensor | None = None
+        self._postponed: list[tuple[TrunkOutput, Tensor, Span]] = []
 
     def refill(
         self, output: TrunkOutput, following: Tensor, span: Span, last: Sequence[int] | Tensor
@@ -74,6 +79,7 @@ class HeadSlots:
             last: for each row the index in the pass of its last committed pair, or -1 if none of
                 the pass is committed.
         """
+        self.catch_up()
         result = self.head.step(following, self.head.features(output), span, self.cache)
         index = torch.as_tensor(last, device=result.device)
         newest = result[torch.arange(len(last), device=result.device), index.clamp_min(0)]
@@ -81,6 +87,37 @@ class HeadSlots:
             self._hidden = newest
         else:
             self._hidden = torch.where((index >= 0)[:, None], newest, self._hidden)
+
+    def postpone(self, output: TrunkOutput, following: Tensor, span: Span) -> None:
+        """Take in a pass of one committed token a row, but not before it is needed.
+
+        While nothing is drafted nobody asks for the head's state, and one step over many positions
+        takes little longer than over one.
+
+        Args:
+            output: of the trunk's pass at `span`.
+            following: the token after the one that was read, [B, 1].
+            span: of that pass.
+        """
+        if len(self._postponed) == POSTPONED:
+            self.catch_up()
+        kept = TrunkOutput(output.hidden, output.aux, None)
+        self._postponed.append((kept, following, span))
+
+    def catch_up(self) -> None:
+        """Make up for what was postponed, in one step."""
+        if not self._postponed:
+            return
+        outputs, following, spans = zip(*self._postponed, strict=True)
+        self._postponed = []
+        aux = [output.aux for output in outputs if output.aux is not None]
+        output = TrunkOutput(
+            torch.cat([output.hidden for output in outputs], 1),
+            torch.cat(aux, 1) if aux else None,
+            None,
+        )
+        last = [len(outputs) - 1] * len(following[0])
+        self.refill(output, torch.cat(following, 1), Span.joined(spans), last)
 
     def draft(
         self,
@@ -100,8 +137,9 @@ class HeadSlots:
             noise: of this cycle.
             shaper: the requests' samplers.
             histories: of their texts, with the token that waits for the trunk.
-            draftsman: may end the draft before, but not before its first token; None goes on.
+            draftsman: may end the draft behind any of its tokens; None goes on.
         """
+        self.catch_up()
         assert self._hidden is not None, "refill before drafting"
         hidden, ids = self._hidden, self.head.draft_ids
         tokens: list[Tensor] = []
@@ -117,11 +155,12 @@ class HeadSlots:
             rows.append(q)
             tokens.append(noise.drafted(q, i))
             if draftsman:
-                draftsman.drew(q.p.amax(-1).tolist())
+                draftsman.drew(q.at(tokens[-1][:, None])[:, 0].tolist())
         return Draft(torch.stack(tokens, 1), Distributions.stack(rows, shaper.vocab_size))
 
     def keep_rows(self, rows: Tensor) -> None:
         """Drop all slots but these."""
+        self.catch_up()
         self.cache.keep_rows(rows)
         if self._hidden is not None:
             self._hidden = self._hidden[rows]

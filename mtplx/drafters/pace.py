@@ -1,31 +1,35 @@
 """How deep to draft: as long as the next token is likely enough to pay for its time.
 
 A cycle's tokens for its time are a reward for a delay, and what is gained in the long run is most
-when a draft goes on exactly while the next token's chance, beside the time that it adds, is better
+when a draft goes on exactly while what it may still bring, beside the time that it adds, is better
 than the rate of the whole (the renewal-reward theorem). Times are measured on this machine with
 this model; chances are learned from the drafter's own confidence and what became of it.
 
 A draft may end after any token because of what that token is or was drawn from: the rules stay
-exact. No token that was drawn is left out (docs/exactness.md).
+exact. No token that was drawn is left out, and what is learned here from drafts that came to
+nothing meets fresh noise in the next cycle (docs/exactness.md).
 """
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Sequence
-from statistics import median
+from statistics import median, mode
+from threading import Lock
 
 DEEPEST = 7
 """Tokens drafted at most: a pass of eight positions is the widest that costs little."""
 
-TRIED = 3
-"""Cycles of each of the first depths before their times are believed."""
+BEGINNING = 12
+"""Cycles, of depths near the usual one and of depth 0, before their times are believed."""
 
-AGAIN = 32
-"""Every so many cycles a neighbouring depth is tried: what it takes and brings may have changed."""
+AGAIN = 24
+"""Every so many cycles another depth is tried, if none has come by itself: what it takes and
+brings may have changed. A draft for nothing of half a cycle's time then costs 2%, and most cost
+less and bring something."""
 
-REMEMBERED = 5
-"""Times kept of each depth; their median counts, since now and then something else runs."""
+OUTLIER = 2.0
+"""Times what was to be expected, a time counts at most: now and then something else runs."""
 
 LEVELS = 10
 """Steps of confidence whose outcomes are counted apart."""
@@ -33,21 +37,153 @@ LEVELS = 10
 FADING = 0.995
 """What an outcome counts after one more of its level."""
 
+FADING_TIME = 0.995
+"""What a time counts after one more."""
 
-class Pace:
-    """What cycles took and drafts came to, of one model on one machine."""
+FADING_RATE = 0.98
+"""What the tokens and the time of a cycle count after one more."""
+
+FADING_TRUST = 0.97
+"""What a text's draft counts after one more cycle: texts change sooner than models, and one that
+is no longer drafted for is given another chance."""
+
+PRIOR = 4.0
+"""Drafts of a text that are taken to have fared as usual."""
+
+
+class Line:
+    """Seconds by depth, as a straight line: least squares in which the past fades."""
 
     def __init__(self) -> None:
-        # By rows of the batch and depth.
-        self._times: dict[tuple[int, int], deque[float]] = defaultdict(
-            lambda: deque(maxlen=REMEMBERED)
+        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+
+    def __bool__(self) -> bool:
+        return self._weight > 0
+
+    def add(self, x: float, y: float) -> None:
+        """Take in one more point."""
+        terms = (1.0, x, y, x * x, x * y)
+        old = (self._weight, self._x, self._y, self._xx, self._xy)
+        self._weight, self._x, self._y, self._xx, self._xy = (
+            FADING_TIME * sum_ + term for sum_, term in zip(old, terms, strict=True)
         )
-        self._tried: dict[tuple[int, int], int] = defaultdict(int)
-        self._cycles: dict[int, int] = defaultdict(int)
-        self._rates: dict[int, tuple[float, float]] = {}
+
+    @property
+    def mean(self) -> float:
+        """Of y."""
+        return self._y / self._weight
+
+    def slope(self, at_zero: float) -> float:
+        """Never below 0; where all points have one x, that of the line from `at_zero` at x = 0."""
+        mean, spread = self._x / self._weight, self._xx - self._x**2 / self._weight
+        # Depths that were other than the usual one fade, and leave but rounding.
+        if spread > 1e-3 * self._weight:
+            slope = (self._xy - mean * self._y) / spread
+        else:
+            slope = (self.mean - at_zero) / mean if mean else 0.0
+        return max(slope, 0.0)
+
+    def at(self, x: float, slope: float) -> float:
+        """The line with this slope through the middle of the points, at x."""
+        return self.mean + slope * (x - self._x / self._weight)
+
+
+class Times:
+    """What cycles of one number of rows took and gave."""
+
+    def __init__(self, rows: int, usual: int) -> None:
+        """
+        Args:
+            rows: of the batch.
+            usual: a depth to begin near.
+        """
+        self.rows = rows
+        self.cycles = 0
+        # Depths of the last cycles.
+        self.recent: deque[int] = deque([usual], maxlen=AGAIN)
+        self._first: list[tuple[int, float, int]] = []
+        # A cycle without a draft also saves what any draft takes, whatever its depth.
+        self._plain, self._drafting = Line(), Line()
+        self._gained = self._spent = 0.0
+
+    @property
+    def begun(self) -> bool:
+        """Whether enough is known to decide by."""
+        return self.cycles >= BEGINNING
+
+    def usual(self) -> int:
+        """The depth of most of the last cycles."""
+        return mode(self.recent)
+
+    def took(self, depth: int, seconds: float, tokens: int) -> None:
+        """Take in a cycle."""
+        if self.begun:
+            self._count(depth, min(seconds, OUTLIER * self._expected(depth)), tokens)
+        else:
+            # The very first of all cycles are slower than any later one.
+            self._first.append((depth, seconds, tokens))
+        self.cycles += 1
+        self.recent.append(depth)
+        if self.cycles == BEGINNING:
+            limit = OUTLIER * median(time for _, time, _ in self._first)
+            for was, time, gave in self._first:
+                self._count(was, min(time, limit), gave)
+
+    def _count(self, depth: int, seconds: float, tokens: int) -> None:
+        (self._drafting if depth else self._plain).add(depth, seconds)
+        self._gained = self._gained * FADING_RATE + tokens
+        self._spent = self._spent * FADING_RATE + seconds
+
+    def _expected(self, depth: int) -> float:
+        if depth == 0 and self._plain:
+            return self._plain.mean
+        return self._drafting.at(depth, self.slope) if self._drafting else float("inf")
+
+    @property
+    def slope(self) -> float:
+        """Seconds of one token more, 0 where no cycle drafted."""
+        if not self._drafting:
+            return 0.0
+        return self._drafting.slope(self._plain.mean if self._plain else 0.0)
+
+    @property
+    def start(self) -> float:
+        """Seconds of drafting at all, beside what each token adds."""
+        if not (self._plain and self._drafting):
+            return 0.0
+        return max(self._drafting.at(0, self.slope) - self._plain.mean, 0.0)
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second that the last cycles gave, and no fewer than without drafts."""
+        plain = self.rows / self._plain.mean if self._plain else 0.0
+        return max(self._gained / self._spent, plain)
+
+
+class Pace:
+    """What cycles took and drafts came to, of one model on one machine.
+
+    It may be asked and told by several threads.
+    """
+
+    def __init__(self, usual: int = 3) -> None:
+        """
+        Args:
+            usual: the depth to begin near, before anything is known.
+        """
+        self._usual = usual
+        self._times: dict[int, Times] = {}
+        self._lock = Lock()
         # Before anything is known a drafter is taken at its word, once.
         self._levels = [((level + 0.5) / LEVELS, 1.0) for level in range(LEVELS)]
         self._all = (0.5, 1.0)
+
+    def _of(self, rows: int) -> Times:
+        if rows not in self._times:
+            # A batch that shrinks goes on as it was.
+            nearest = min(self._times.values(), key=lambda t: abs(t.rows - rows), default=None)
+            self._times[rows] = Times(rows, nearest.usual() if nearest else self._usual)
+        return self._times[rows]
 
     def to_try(self, rows: int, deepest: int) -> int | None:
         """A depth to draft to for the sake of knowing, or None where enough is known.
@@ -56,36 +192,46 @@ class Pace:
             rows: of the batch.
             deepest: that is allowed now.
         """
-        for depth in range(min(2, deepest), -1, -1):
-            if self._tried[rows, depth] < TRIED:
-                return depth
-        turn, due = divmod(self._cycles[rows], AGAIN)
-        if due:
-            return None
-        usual = max(range(DEEPEST + 1), key=lambda depth: self._tried[rows, depth])
-        return min(max(usual + (1 if turn % 2 else -1), 0), deepest)
+        with self._lock:
+            times = self._of(rows)
+            usual = times.usual() if times.begun else times.recent[0]
+            deeper, shallower = usual + 1, max(usual - 1, 0)
+            if not times.begun:
+                near = (usual, deeper, shallower, 0)
+                return min(near[times.cycles % len(near)], deepest)
+            turn, due = divmod(times.cycles, AGAIN)
+            if due:
+                return None
+            if usual == DEEPEST:
+                deeper = shallower
+            depth = (deeper, shallower, deeper, 0)[turn % 4] if usual else 1
+            return None if depth in times.recent else min(depth, deepest)
 
     def took(self, rows: int, depth: int, seconds: float, tokens: int) -> None:
         """Learn from a cycle that emitted so many tokens, of all rows."""
-        self._cycles[rows] += 1
-        # Which depth is usual is a matter of the last hundreds of cycles.
-        self._tried[rows, depth] += 1
-        if self._tried[rows, depth] > 256:
-            for other in range(DEEPEST + 1):
-                self._tried[rows, other] = -(-self._tried[rows, other] // 2)
-        self._times[rows, depth].append(seconds)
-        gained, spent = self._rates.get(rows, (0.0, 0.0))
-        self._rates[rows] = gained * FADING + tokens, spent * FADING + self.time(rows, depth)
+        with self._lock:
+            self._of(rows).took(depth, seconds, tokens)
 
-    def time(self, rows: int, depth: int) -> float:
-        """Seconds that a cycle of this depth takes, from the ones below it where none was seen."""
-        times = self._times.get((rows, depth))
-        if times:
-            return median(times)
-        if depth == 0:
-            return 0.0
-        one, two = self.time(rows, depth - 1), self.time(rows, max(depth - 2, 0))
-        return one + max(one - two, 0.0)
+    def pays(self, rows: int, drafted: int, hopes: Sequence[float]) -> bool:
+        """Whether to draft on.
+
+        Args:
+            rows: of the batch.
+            drafted: tokens of each row so far.
+            hopes: how many kept tokens may be hoped for from the next position, from the one
+                after it, and so on, of all rows together.
+        """
+        with self._lock:
+            times = self._of(rows)
+            if drafted > max(times.recent):
+                return False  # a line is no guide to what lies far off
+            rate, slope = times.rate, times.slope
+            seconds, gained = 0.0 if drafted else times.start, 0.0
+        for hope in hopes:
+            gained, seconds = gained + hope, seconds + slope
+            if gained > rate * seconds:
+                return True
+        return False
 
     def learn(self, confidence: float, probability: float) -> None:
         """Count what became of a draft: how sure its drafter was, how likely it was to be kept."""
@@ -100,13 +246,6 @@ class Pace:
         kept, count = self._all if confidence is None else self._levels[_level(confidence)]
         return kept / count
 
-    def pays(self, rows: int, depth: int, hoped: float) -> bool:
-        """Whether to draft one token more than `depth` when so many more may be hoped for."""
-        gained, spent = self._rates.get(rows, (0.0, 0.0))
-        plain = self.time(rows, 0)
-        rate = max(gained / spent if spent else 0.0, rows / plain if plain else 0.0)
-        return hoped > rate * (self.time(rows, depth + 1) - self.time(rows, depth))
-
 
 def _level(confidence: float) -> int:
     return min(int(confidence * LEVELS), LEVELS - 1)
@@ -116,17 +255,22 @@ class Trust:
     """How one text's drafts fare beside what is usual for their confidence."""
 
     def __init__(self) -> None:
-        # As if a few tokens had fared as usual.
-        self.kept = self.expected = 4.0
+        self.kept = self.expected = 0.0
 
     def chance(self, pace: Pace, confidence: float | None = None) -> float:
         """That a draft of this text is kept."""
-        return min(1.0, pace.chance(confidence) * self.kept / self.expected)
+        trust = (PRIOR + self.kept) / (PRIOR + self.expected)
+        return min(1.0, pace.chance(confidence) * trust)
+
+    def fade(self) -> None:
+        """A cycle begins."""
+        self.kept *= FADING_TRUST
+        self.expected *= FADING_TRUST
 
     def learn(self, pace: Pace, confidence: float, probability: float) -> None:
         """Count what became of a draft."""
-        self.kept = self.kept * FADING + probability
-        self.expected = self.expected * FADING + pace.chance(confidence)
+        self.kept += probability
+        self.expected += pace.chance(confidence)
         pace.learn(confidence, probability)
 
 
@@ -140,13 +284,15 @@ class Draftsman:
             trusts: of each row's text; None where its depth is fixed.
             depths: that each row may draft to, and has to where it is fixed.
         """
-        self.pace, self.trusts, self.rows = pace, trusts, len(depths)
-        pairs = list(zip(trusts, depths, strict=True))
-        self.fixed = max((d for trust, d in pairs if trust is None), default=0)
-        self.free = {row: d for row, (trust, d) in enumerate(pairs) if trust is not None and d}
+        self.pace, self.rows = pace, len(depths)
+        self.trusts = {row: trust for row, trust in enumerate(trusts) if trust is not None}
+        self.fixed = max((d for row, d in enumerate(depths) if row not in self.trusts), default=0)
+        self.free = {row: depths[row] for row in self.trusts if depths[row]}
         deepest = max(self.free.values(), default=0)
         # What fixed rows leave no choice about needs no trial.
         self.trial = pace.to_try(self.rows, deepest) if deepest > self.fixed else None
+        for trust in self.trusts.values():
+            trust.fade()
         self.confidences: list[list[float]] = []
         self._reached = dict.fromkeys(self.free, 1.0)
 
@@ -154,30 +300,27 @@ class Draftsman:
         """Whether one more token is drafted behind so many."""
         if drafted < self.fixed:
             return True
-        free = [row for row, depth in self.free.items() if depth > drafted]
-        if not free:
+        deepest = max(self.free.values(), default=0)
+        if drafted >= deepest:
             return False
         if self.trial is not None:
             return drafted < self.trial
-        hoped = sum(
-            self._reached[row] * trust.chance(self.pace)
-            for row in free
-            if (trust := self.trusts[row]) is not None
-        )
-        return self.pace.pays(self.rows, drafted, hoped)
+        hopes = [0.0] * (deepest - drafted)
+        for row, depth in self.free.items():
+            hope, chance = self._reached[row], self.trusts[row].chance(self.pace)
+            for ahead in range(depth - drafted):
+                hope *= chance
+                hopes[ahead] += hope
+        return self.pace.pays(self.rows, drafted, hopes)
 
     def drew(self, confidences: list[float]) -> None:
-        """Take in how sure the drafter was of each row's token."""
+        """Take in how likely each row's token was to its drafter."""
         self.confidences.append(confidences)
         for row in self.free:
-            trust = self.trusts[row]
-            assert trust is not None
-            self._reached[row] *= trust.chance(self.pace, confidences[row])
+            self._reached[row] *= self.trusts[row].chance(self.pace, confidences[row])
 
     def learn(self, row: int, decided: int, probability: Sequence[float]) -> None:
-        """Take in what became of a row's first `decided` drafts."""
-        trust = self.trusts[row]
-        if trust is None:
-            return
-        for confidences, likely in zip(self.confidences[:decided], probability, strict=False):
-            trust.learn(self.pace, confidences[row], likely)
+        """Take in with which probability a row's first `decided` drafts were kept."""
+        if trust := self.trusts.get(row):
+            for confidences, likely in zip(self.confidences[:decided], probability, strict=False):
+                trust.learn(self.pace, confidences[row], likely)

@@ -197,6 +197,10 @@ class Batch:
         depths = [slot.depth() for slot in slots]
         draftsman = self._draftsman(depths)
         depth = max(depths) if draftsman is None or draftsman.goes_on(0) else 0
+        if depth and self.head:
+            self.head.catch_up()
+        # What was postponed in cycles without a draft is no part of what one takes.
+        paced = time.perf_counter()
         lengths = [slot.length for slot in slots]
         noise = Noise(
             [slot.request.seed for slot in slots],
@@ -204,6 +208,7 @@ class Batch:
             [slot.request.verifier for slot in slots],
             depth,
             self.device,
+            [slot.request.adaptive for slot in slots],
         )
         pending = torch.tensor([[slot.pending] for slot in slots], device=self.device)
 
@@ -230,11 +235,14 @@ class Batch:
         probability = verdict.probability.tolist()
         void = None if p.void is None else p.void.tolist()
         logprobs = self._logprobs(output, following)
-        if self.head:
+        if self.head and depth:
             self.head.refill(output, following, span, verdict.accepted)
+        elif self.head:
+            self.head.postpone(output, following, span)
 
         # Only the cycle's own time: what a stream's reader does between cycles is not decoding.
-        elapsed = time.perf_counter() - started
+        ended = time.perf_counter()
+        elapsed = ended - started
         emitted: list[list[int]] = [[] for _ in slots]
         for b, slot in enumerate(slots):
             if slot.finish_reason:
@@ -265,7 +273,7 @@ class Batch:
             if draftsman:
                 draftsman.learn(b, min(len(new), depths[b]), probability[b])
         if draftsman:
-            self.pace.took(len(slots), depth, elapsed, sum(map(len, emitted)))
+            self.pace.took(len(slots), depth, ended - paced, sum(map(len, emitted)))
         return bursts
 
     def _draftsman(self, depths: Sequence[int]) -> Draftsman | None:

@@ -7,6 +7,7 @@ a rejected draft is therefore setting a number back (docs/architecture.md).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -37,6 +38,18 @@ class Span:
         end = max(lengths) + width
         start = lengths[0] if min(lengths) == max(lengths) else None
         return cls(positions, end, start)
+
+    @classmethod
+    def joined(cls, spans: Sequence[Span]) -> Span:
+        """Of passes that followed each other, as if they had been one."""
+        positions = torch.cat([span.positions for span in spans], 1)
+        start = ahead = spans[0].start
+        for span in spans:
+            if ahead is None or span.start != ahead:
+                start = None
+                break
+            ahead += span.positions.shape[1]
+        return cls(positions, max(span.end for span in spans), start)
 
     @cached_property
     def mask(self) -> Tensor:
