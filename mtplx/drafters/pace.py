@@ -38,7 +38,7 @@ FADING = 0.995
 """What an outcome counts after one more of its level."""
 
 FADING_TIME = 0.995
-"""What a time counts after one more."""
+"""What a time counts after one more cycle, of whatever depth."""
 
 FADING_RATE = 0.98
 """What the tokens and the time of a cycle count after one more."""
@@ -62,11 +62,19 @@ class Line:
 
     def add(self, x: float, y: float) -> None:
         """Take in one more point."""
-        terms = (1.0, x, y, x * x, x * y)
-        old = (self._weight, self._x, self._y, self._xx, self._xy)
-        self._weight, self._x, self._y, self._xx, self._xy = (
-            FADING_TIME * sum_ + term for sum_, term in zip(old, terms, strict=True)
-        )
+        self._weight += 1
+        self._x += x
+        self._y += y
+        self._xx += x * x
+        self._xy += x * y
+
+    def fade(self) -> None:
+        """Have all points count a little less."""
+        self._weight *= FADING_TIME
+        self._x *= FADING_TIME
+        self._y *= FADING_TIME
+        self._xx *= FADING_TIME
+        self._xy *= FADING_TIME
 
     @property
     def mean(self) -> float:
@@ -130,6 +138,8 @@ class Times:
                 self._count(was, min(time, limit), gave)
 
     def _count(self, depth: int, seconds: float, tokens: int) -> None:
+        self._plain.fade()
+        self._drafting.fade()
         (self._drafting if depth else self._plain).add(depth, seconds)
         self._gained = self._gained * FADING_RATE + tokens
         self._spent = self._spent * FADING_RATE + seconds
