@@ -100,9 +100,8 @@ class TransformersEngine:
         self.model = model.eval()
         kind = str(self.model.dtype).removeprefix("torch.")
         attention = self.model.config._attn_implementation
-        self.settings = (
-            f"generate, {kind}, {attention} attention, {torch.get_num_threads()} threads"
-        )
+        threads = threads_words(torch.get_num_threads())
+        self.settings = f"generate, {kind}, {attention} attention, {threads}"
         self._weights = traffic.model_bytes(self.model)
         size = self.model.dtype.itemsize
         self._token = traffic.token_bytes(self.model.config.get_text_config(), size)
@@ -191,3 +190,7 @@ def make(
 
             engines.append(LlamaCppEngine(way, checkpoint.path, threads, context, own))
     return engines
+
+
+def threads_words(count: int) -> str:
+    return "1 thread" if count == 1 else f"{count} threads"

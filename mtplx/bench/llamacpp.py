@@ -15,6 +15,7 @@ import numpy as np
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
 from mtplx.bench import traffic
+from mtplx.bench.engines import threads_words
 from mtplx.bench.run import Decoded, Task
 from mtplx.errors import MtplxError
 from mtplx.models import gguf
@@ -23,10 +24,18 @@ from mtplx.sampling import SamplerConfig
 LOOKED_UP = 2
 """Tokens drafted by prompt lookup: what llama-cpp-python advises on a CPU."""
 
-TRIALS, TRIAL_PROMPT, TRIAL_TOKENS = 5, 128, 16
+TRIALS, TRIAL_PROMPT, TRIAL_TOKENS = 3, 64, 16
 """With flash attention and without, to choose."""
 
 TYPES = {"Q4_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0, "Q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0}
+
+
+@llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
+def _silent(level: int, text: bytes, data: Any) -> None:
+    """What goes wrong shows in what is returned."""
+
+
+llama_cpp.llama_log_set(_silent, ctypes.c_void_p(0))
 
 
 class LlamaCppEngine:
@@ -59,8 +68,8 @@ class LlamaCppEngine:
         self._threads = threads
         self.llama, flash = self._fastest()
         self.settings = (
-            f"llama-cpp-python {llama_cpp.__version__}, {threads} threads, flash attention "
-            f"{'on' if flash else 'off'} (the faster here)"
+            f"llama-cpp-python {llama_cpp.__version__}, {threads_words(threads)}, flash "
+            f"attention {'on' if flash else 'off'} (the faster here)"
         )
         if self._lookup:
             self.settings += f", {LOOKED_UP} tokens looked up"

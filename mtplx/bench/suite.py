@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from mtplx.bench import engines as all_engines
-from mtplx.bench import peers
+from mtplx.bench import engines, peers
 from mtplx.bench.engines import OwnEngine
 from mtplx.bench.machine import describe
 from mtplx.bench.peers import Way
@@ -63,14 +62,14 @@ class Plan:
 def bench(
     plan: Plan,
     progress: Progress = lambda what, done, total: None,
-    make_peers: MakePeers = all_engines.make,
+    make_peers: MakePeers | None = None,
 ) -> Bench:
     """Measure.
 
     Args:
         plan: what.
         progress: is told.
-        make_peers: makes the engines beside this one.
+        make_peers: makes the engines beside this one; None for `engines.make`.
     Raises:
         MtplxError: a peer is not installed, the model cannot be loaded or has no head for the
             depths asked for, or no prompt fits.
@@ -87,21 +86,20 @@ def bench(
             raise MtplxError(f"{llm.name} has no MTP head to draft with: give --depths 0")
         prompts = choose(plan.per_category, llm.encode, llm.trunk.context - plan.max_tokens)
         context = max(len(prompt.ids) for prompt in prompts) + plan.max_tokens
-        words = f"{_kind(llm, plan.quantize)}, {threads} threads"
+        words = f"{_kind(llm, plan.quantize)}, {engines.threads_words(threads)}"
         own = [OwnEngine(llm, depth, plan.verifier, words) for depth in plan.depths]
-        engines: list[Engine] = [
-            *own,
-            *make_peers(list(ways), checkpoint, threads, context, Path(directory)),
-        ]
+        make = make_peers or engines.make
+        peers_made = make(list(ways), checkpoint, threads, context, Path(directory))
+        rows: list[Engine] = [*own, *peers_made]
         progress("loading", 1, 1)
         found = Bench(
             machine,
             _settings(plan, llm),
-            [{"engine": e.name, "depth": e.depth, "settings": e.settings} for e in engines],
+            [{"engine": e.name, "depth": e.depth, "settings": e.settings} for e in rows],
         )
         stops = frozenset(llm.defaults.eos_token_ids)
         found.runs += in_turn(
-            engines,
+            rows,
             prompts,
             plan.temperatures,
             plan.sampling,

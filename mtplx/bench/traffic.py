@@ -20,12 +20,12 @@ from mtplx.models.tiled import TiledLinear
 
 def model_bytes(model: Any) -> int:
     """Weights that a pass of a model of transformers reads, tiled or not."""
-    looked_up = model.get_input_embeddings().weight
+    # Some quantised layers keep their weights in buffers; what is not saved is no weight.
+    tensors = list(model.state_dict().values())
+    looked_up = model.get_input_embeddings().weight.data_ptr()
     output = getattr(model.get_output_embeddings(), "weight", None)
-    # Some quantised layers keep their weights in buffers.
-    tensors = [*model.parameters(), *model.buffers()]
-    if output is not looked_up:
-        tensors = [tensor for tensor in tensors if tensor is not looked_up]
+    if output is None or output.data_ptr() != looked_up:
+        tensors = [tensor for tensor in tensors if tensor.data_ptr() != looked_up]
     return _sum(tensors) + _sum(layer.tiles.data for layer in _tiled(model))
 
 
