@@ -82,9 +82,8 @@ def test_a_cycle_reads_all_but_the_embedding_and_the_head_once_a_step():
     assert OwnEngine(llm, 3, "block", "").cycle_bytes(10) == weights + 3 * step + 10 * token
 
 
+@pytest.mark.parametrize("llm", ["kernels"], indirect=True)
 def test_tiles_are_read_instead_of_what_they_were_made_of(llm):
-    if not isinstance(llm.head, FusedHead):
-        pytest.skip("nothing is tiled")
     layers = [part for part in llm.trunk.model.modules() if isinstance(part, TiledLinear)]
     # Seven of each of two layers, and the output; float32 beside that only in norms.
     assert len(layers) == 15
