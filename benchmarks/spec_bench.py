@@ -4,8 +4,8 @@
     python benchmarks/spec_bench.py --speed --every 16 --depth 1 2 3    # and depth 0, in turn
 
 The prompts are those of `mtplx bench`, which measures speed beside other engines: half of
-Spec-Bench (Xia et al., ACL 2024 Findings; Apache-2.0). Acceptance is counted in batches, since neighbours
-cannot change it; speed one prompt at a time, all depths in turn.
+Spec-Bench (Xia et al., ACL 2024 Findings; Apache-2.0). Acceptance is counted in batches, since
+neighbours cannot change it; speed one prompt at a time, all depths in turn.
 """
 
 from __future__ import annotations
