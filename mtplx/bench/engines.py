@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +30,11 @@ class OwnEngine:
             llm: loaded; engines share it.
             depth: tokens drafted per cycle.
             verifier: the rule.
-            words: on how it was loaded.
+            words: on how it runs.
         """
         self.llm, self.verifier = llm, verifier
         self.depth: int | None = depth
-        self.settings = f"{words}, verifier {verifier}" if depth else words
+        self.settings = words
         trunk = llm.trunk
         self._weights = traffic.model_bytes(trunk.model)
         if depth and llm.head is not None:
@@ -142,7 +144,8 @@ def _load_as_transformers_does(checkpoint: Checkpoint, directory: Path) -> Any:
 
     # Beside its neighbours it might take them for parts of the model.
     (directory / checkpoint.path.name).symlink_to(checkpoint.path.resolve())
-    with reported(checkpoint):
+    # One of its progress bars cannot be told to be quiet.
+    with reported(checkpoint), redirect_stderr(StringIO()):
         return AutoModelForCausalLM.from_pretrained(
             directory, gguf_file=checkpoint.path.name, local_files_only=True
         )

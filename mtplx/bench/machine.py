@@ -17,7 +17,7 @@ from mtplx import __version__, kernels
 COPIED = 256 * 2**20
 """Bytes of the measured copy, where an eighth of memory is not less: more than most caches hold."""
 
-REPEATS = 9
+REPEATS = 25
 
 
 @dataclass(frozen=True)

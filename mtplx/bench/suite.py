@@ -86,7 +86,8 @@ def bench(
             raise MtplxError(f"{llm.name} has no MTP head to draft with: give --depths 0")
         prompts = choose(plan.per_category, llm.encode, llm.trunk.context - plan.max_tokens)
         context = max(len(prompt.ids) for prompt in prompts) + plan.max_tokens
-        words = f"{_kind(llm, plan.quantize)}, {engines.threads_words(threads)}"
+        kind, count = _kind(llm, plan.quantize), engines.threads_words(threads)
+        words = f"{kind}, {count}, verifier {plan.verifier}"
         own = [OwnEngine(llm, depth, plan.verifier, words) for depth in plan.depths]
         make = make_peers or engines.make
         peers_made = make(list(ways), checkpoint, threads, context, Path(directory))

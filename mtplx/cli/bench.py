@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mtplx.bench.run import Bench, Row, Spread
     from mtplx.bench.run import Progress as Report
 
-WIDE = 132
+WIDE = 140
 """Columns of a table that goes to no terminal."""
 
 Number = TypeVar("Number", int, float)
@@ -260,7 +260,7 @@ def _print_words(out: Console, found: Bench) -> None:
     """What the figures are of."""
     machine = found.machine
     lines = [
-        f"{machine.cpu}, {machine.cores} cores, {machine.threads} threads used, "
+        f"{machine.cpu}, {machine.cores} cores, threads: {machine.threads}, "
         f"{machine.memory / 2**30:.0f} GiB, copies {machine.copy_bandwidth / 1e9:.1f} GB/s "
         "(read and written)",
         ", ".join(f"{name} {version}" for name, version in machine.versions.items()),
@@ -281,4 +281,4 @@ def _words(spread: Spread | None, form: str, with_quartiles: bool = True) -> str
     median = format(spread.median, form)
     if not with_quartiles:
         return median
-    return f"{median} ({spread.low:{form}} to {spread.high:{form}})"
+    return f"{median} ({spread.low:{form}}-{spread.high:{form}})"
