@@ -339,6 +339,8 @@ def test_compare_in_json(run: Run, tiny: list[object]) -> None:
 
 INTERRUPTED = """
 import os, signal
+# What starts tests in the background may have it ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from mtplx.cli import main
 from mtplx.llm import LLM
 stream = LLM.stream

@@ -24,7 +24,18 @@ typedef int8_t Bytes __attribute__((vector_size(16), aligned(1)));
 
 #define UNROLLED _Pragma("GCC unroll 8")
 #define INLINE static inline __attribute__((always_inline))
-enum { OUTPUTS = 16, INPUTS = 32, ROWS = 8 };
+enum { OUTPUTS = 16, INPUTS = 32 };
+
+/* What the registers hold sums of: rows of a multiplication, queries of an attention with so many
+ * vectors of each. The room for the scores of queries is the same for all sets. */
+enum { MOST_QUERIES = 6 };
+#if defined(MTPLX_AVX512)
+enum { ROWS = 8, QUERIES = MOST_QUERIES, PARTS = 4 };
+#elif defined(MTPLX_AVX2)
+enum { ROWS = 4, QUERIES = 3, PARTS = 1 };
+#else
+enum { ROWS = 2, QUERIES = 1, PARTS = 1 };
+#endif
 
 static const size_t TILE_BYTES[] = {256 + 64, 512 + 32, 1024, 2048};
 
@@ -33,8 +44,10 @@ typedef struct {
     int8_t high[INPUTS], low[INPUTS];
 } Group;
 
+/* Rows are multiplied up to ROWS at a time, and the groups that meet the same weights lie beside
+ * each other: [rows / ROWS, inputs / 32, ROWS], with fewer at the end for the last rows. */
 typedef struct {
-    Group *groups; /* [rows, inputs / 32] */
+    Group *groups;
     float *scales; /* of each group */
     float *totals; /* of what each group's numbers stand for */
     int32_t *zeros; /* 128 times the sum of each group's numbers */
@@ -47,6 +60,23 @@ INLINE int groups_of(int inputs) { return (inputs + INPUTS - 1) / INPUTS; }
 INLINE int blocks_of(int outputs) { return (outputs + OUTPUTS - 1) / OUTPUTS; }
 
 INLINE Lanes all(float x) { return x - (Lanes){0}; }
+
+/* a * b + c, rounded once where the CPU can do so. */
+INLINE Lanes fused(Lanes a, Lanes b, Lanes c) {
+#if defined(MTPLX_AVX512)
+    return (Lanes)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(MTPLX_AVX2)
+    __m256 part[3][2];
+    memcpy(part[0], &a, sizeof a);
+    memcpy(part[1], &b, sizeof b);
+    memcpy(part[2], &c, sizeof c);
+    for (int i = 0; i < 2; i++) part[2][i] = _mm256_fmadd_ps(part[0][i], part[1][i], part[2][i]);
+    memcpy(&c, part[2], sizeof c);
+    return c;
+#else
+    return a * b + c;
+#endif
+}
 
 INLINE Lanes load(const float *x) {
     Lanes v;
@@ -61,6 +91,13 @@ INLINE float sum_of(Lanes v) {
     for (int width = 8; width; width /= 2)
         for (int i = 0; i < width; i++) a[i] += a[i + width];
     return a[0];
+}
+
+INLINE float largest_of(Lanes v) {
+    float a[16], largest = -INFINITY;
+    memcpy(a, &v, sizeof a);
+    for (int i = 0; i < 16; i++) largest = a[i] > largest ? a[i] : largest;
+    return largest;
 }
 
 INLINE Lanes from_bfloat16(const uint16_t *x) {
@@ -140,7 +177,17 @@ INLINE Ints dot_bytes(Ints acc, Words weights, const int8_t *four) {
 #endif
 }
 
-/* One row of tiles by `rows` rows of inputs. */
+/* acc with what a group of inputs adds, whose number is `at`: products of its high and low bytes. */
+INLINE Lanes add_group(const int kind, Lanes acc, Ints high, Ints low, const Inputs *x, size_t at,
+                       Lanes scale, Lanes minimum) {
+    Ints exact = high * 256 + low;
+    if (kind == EIGHT_BITS) exact -= x->zeros[at];
+    acc = fused(__builtin_convertvector(exact, Lanes), scale * x->scales[at], acc);
+    if (kind == FOUR_BITS) acc = fused(minimum, all(x->totals[at]), acc);
+    return acc;
+}
+
+/* One row of tiles by `rows` rows of inputs, up to ROWS, from `first` on. */
 INLINE void row_of_tiles(const int kind, const uint8_t *tile, const Inputs *x, int first,
                          const int rows, Lanes *result) {
     const int count = x->count;
@@ -149,16 +196,21 @@ INLINE void row_of_tiles(const int kind, const uint8_t *tile, const Inputs *x, i
     Lanes acc[ROWS];
     UNROLLED for (int m = 0; m < rows; m++) acc[m] = all(0);
     for (int g = 0; g < count; g++, tile += bytes) {
-        /* A number, for no pointer may go past the end. */
-        const uintptr_t ahead = (uintptr_t)tile + 6 * bytes;
-        for (size_t line = 0; line < bytes; line += 64)
-            __builtin_prefetch((const void *)(ahead + line), 0, 3);
+        /* Numbers, for no pointer may go past the end. Far ahead into the larger cache, and from
+         * there into the nearer one. */
+        const uintptr_t near = (uintptr_t)tile + 4 * bytes, far = (uintptr_t)tile + 24 * bytes;
+        for (size_t line = 0; line < bytes; line += 64) {
+            __builtin_prefetch((const void *)(far + line), 0, 2);
+            __builtin_prefetch((const void *)(near + line), 0, 3);
+        }
         if (kind == BFLOAT16 || kind == FLOAT32) {
             for (int k = 0; k < INPUTS; k++) {
                 Lanes v = kind == BFLOAT16 ? from_bfloat16((const uint16_t *)tile + OUTPUTS * k)
                                            : load((const float *)tile + OUTPUTS * k);
-                UNROLLED for (int m = 0; m < rows; m++)
-                    acc[m] += v * x->plain[((size_t)(first + m) * count + g) * INPUTS + k];
+                UNROLLED for (int m = 0; m < rows; m++) {
+                    const float one = x->plain[((size_t)(first + m) * count + g) * INPUTS + k];
+                    acc[m] = fused(v, all(one), acc[m]);
+                }
             }
             continue;
         }
@@ -175,25 +227,49 @@ INLINE void row_of_tiles(const int kind, const uint8_t *tile, const Inputs *x, i
         Lanes scale = from_halves(tile + (kind == FOUR_BITS ? 256 : 512)), minimum = all(0);
         if (kind == FOUR_BITS) minimum = from_halves(tile + 288);
         UNROLLED for (int m = 0; m < rows; m++) {
-            const size_t at = (size_t)(first + m) * count + g;
+            const size_t at = (size_t)first * count + (size_t)g * rows + m;
             const Group *group = &x->groups[at];
             Ints high = {0}, low = {0};
             UNROLLED for (int i = 0; i < 8; i++) {
                 high = dot_bytes(high, numbers[i], group->high + 4 * i);
                 low = dot_bytes(low, numbers[i], group->low + 4 * i);
             }
-            Ints exact = high * 256 + low;
-            if (kind == EIGHT_BITS) exact -= x->zeros[at];
-            acc[m] += __builtin_convertvector(exact, Lanes) * (scale * x->scales[at]);
-            if (kind == FOUR_BITS) acc[m] += minimum * x->totals[at];
+            acc[m] = add_group(kind, acc[m], high, low, x, at, scale, minimum);
         }
     }
     UNROLLED for (int m = 0; m < rows; m++) result[m] = acc[m];
 }
 
+/* What a row of tiles makes of some rows, with its bias, into y [rows, outputs] or onto it. */
+INLINE void put(const Matrix *w, const Lanes *acc, int first, int some, int block, float *y,
+                int add) {
+    const int begin = block * OUTPUTS;
+    const int width = w->outputs - begin < OUTPUTS ? w->outputs - begin : OUTPUTS;
+    for (int m = 0; m < some; m++) {
+        float out[OUTPUTS], *to_y = y + (size_t)(first + m) * w->outputs + begin;
+        memcpy(out, &acc[m], sizeof out);
+        for (int i = 0; i < width; i++) {
+            float value = out[i] + (w->bias ? w->bias[begin + i] : 0);
+            to_y[i] = add ? to_y[i] + value : value;
+        }
+    }
+}
+
+/* Rows of tiles `from` to `to` by up to ROWS rows of inputs, from `first` on. */
+INLINE void some_rows(const int kind, const Matrix *w, const Inputs *x, int first, const int rows,
+                      int from, int to, float *y, int add) {
+    const uint8_t *tile = w->tiles + TILE_BYTES[kind] * x->count * (size_t)from;
+    for (int block = from; block < to; block++, tile += TILE_BYTES[kind] * (size_t)x->count) {
+        Lanes acc[ROWS];
+        row_of_tiles(kind, tile, x, first, rows, acc);
+        put(w, acc, first, rows, block, y, add);
+    }
+}
+
+/* What is more than ROWS is never met, and no code is made for it. */
 #define CASE(kind, n) \
-    case (kind) * (ROWS + 1) + (n): \
-        row_of_tiles(kind, tile, x, first, n, acc); \
+    case (kind) * 9 + (n): \
+        if (n <= ROWS) some_rows(kind, w, x, first, n, from, to, y, add); \
         break;
 #define EACH(kind) \
     CASE(kind, 1) CASE(kind, 2) CASE(kind, 3) CASE(kind, 4) \
@@ -202,36 +278,22 @@ INLINE void row_of_tiles(const int kind, const uint8_t *tile, const Inputs *x, i
 /* Rows of tiles `from` to `to` by all rows of inputs, into y [rows, outputs]. */
 static void multiply(const Matrix *w, const Inputs *x, int rows, int from, int to, float *y,
                      int add) {
-    const size_t bytes = TILE_BYTES[w->kind] * (size_t)x->count;
     for (int first = 0; first < rows; first += ROWS) {
         const int some = rows - first < ROWS ? rows - first : ROWS;
-        for (int block = from; block < to; block++) {
-            const uint8_t *tile = w->tiles + bytes * (size_t)block;
-            Lanes acc[ROWS];
-            switch (w->kind * (ROWS + 1) + some) {
-                EACH(FOUR_BITS) EACH(EIGHT_BITS) EACH(BFLOAT16) EACH(FLOAT32)
-            }
-            const int begin = block * OUTPUTS;
-            const int width = w->outputs - begin < OUTPUTS ? w->outputs - begin : OUTPUTS;
-            for (int m = 0; m < some; m++) {
-                float out[OUTPUTS], *to_y = y + (size_t)(first + m) * w->outputs + begin;
-                memcpy(out, &acc[m], sizeof out);
-                for (int i = 0; i < width; i++) {
-                    float value = out[i] + (w->bias ? w->bias[begin + i] : 0);
-                    to_y[i] = add ? to_y[i] + value : value;
-                }
-            }
+        switch (w->kind * 9 + some) {
+            EACH(FOUR_BITS) EACH(EIGHT_BITS) EACH(BFLOAT16) EACH(FLOAT32)
         }
     }
 }
 
 /* A row of `size` numbers as the matrices take them, padded with zeros to whole groups. */
-static void take_row(const float *x, int row, int size, Inputs *in) {
+static void take_row(const float *x, int row, int rows, int size, Inputs *in) {
+    const int first = row / ROWS * ROWS, some = rows - first < ROWS ? rows - first : ROWS;
     float *plain = in->plain + (size_t)row * in->count * INPUTS;
     memcpy(plain, x, sizeof(float) * size);
     memset(plain + size, 0, sizeof(float) * (in->count * INPUTS - size));
     for (int g = 0; g < in->count; g++) {
-        const size_t at = (size_t)row * in->count + g;
+        const size_t at = (size_t)first * in->count + (size_t)g * some + (row - first);
         const Lanes part[2] = {load(plain + INPUTS * g), load(plain + INPUTS * g + 16)};
         /* Without their signs floats are ordered as their bits are. */
         int32_t bits[INPUTS], most = 0;
@@ -268,7 +330,7 @@ static void take_row(const float *x, int row, int size, Inputs *in) {
 
 static void take_rows(const float *x, int rows, int size, Inputs *in) {
     in->count = groups_of(size);
-    for (int m = 0; m < rows; m++) take_row(x + (size_t)m * size, m, size, in);
+    for (int m = 0; m < rows; m++) take_row(x + (size_t)m * size, m, rows, size, in);
 }
 
 /* x / sqrt(mean(x^2) + epsilon) * weight */
@@ -300,6 +362,13 @@ INLINE void keep(const Cache *cache, void *where, size_t at, float x) {
         ((float *)where)[at] = x;
 }
 
+/* What is read `bytes` behind a number of the cache, fetched in time: memory's own prefetching stops
+ * at the end of every page. */
+enum { EXPECTED = 4096 };
+INLINE void expect(const int narrow, const void *where, size_t at, size_t bytes) {
+    __builtin_prefetch((const void *)((uintptr_t)where + at * (narrow ? 2 : 4) + bytes), 0, 3);
+}
+
 INLINE Lanes kept(const int narrow, const void *where, size_t at) {
     return narrow ? from_bfloat16((const uint16_t *)where + at) : load((const float *)where + at);
 }
@@ -323,58 +392,114 @@ INLINE Lanes exponential(Lanes x) {
     return p * (Lanes)exponent;
 }
 
-/* One query over the first `length` keys of its slot. `scores` has room for them, rounded up. */
-INLINE void attend_kind(const int narrow, const int parts, const float *q, const void *keys,
-                        const void *values, size_t at, int length, float scale, float *scores,
-                        float *y) {
-    const int size = 16 * parts;
-    float highest = -INFINITY;
-    for (int t = 0; t < length; t += 16) {
-        /* Sixteen keys at a time, in four sums that need not wait for each other. */
-        const size_t block = at + (size_t)t * size;
-        Lanes dots[4] = {all(0), all(0), all(0), all(0)};
-        for (int i = 0; i < size; i += 4) UNROLLED for (int j = 0; j < 4; j++)
-            dots[j] += kept(narrow, keys, block + (size_t)(i + j) * 16) * q[i + j];
-        const Lanes dot = ((dots[0] + dots[1]) + (dots[2] + dots[3])) * scale;
-        memcpy(scores + t, &dot, sizeof dot);
-        for (int i = t; i < t + 16; i++) {
-            if (i >= length) scores[i] = -INFINITY;
-            highest = scores[i] > highest ? scores[i] : highest;
+/* A query of one position and head: its numbers, how many keys it looks at, and where to. */
+typedef struct {
+    const float *q;
+    int length;
+    float *y;
+} Query;
+
+/* What `n` queries take of the values' numbers from `begin` on, 16 times `parts` of them. */
+INLINE void mix(const int narrow, const int n, const int parts, const Query *query,
+                const void *values, size_t at, int size, int begin, int shortest,
+                const float *scores, size_t stride, const float *share) {
+    Lanes sum[QUERIES][PARTS];
+    UNROLLED for (int r = 0; r < n; r++) UNROLLED for (int i = 0; i < parts; i++)
+        sum[r][i] = all(0);
+    for (int t = 0; t < shortest; t++) {
+        Lanes value[PARTS];
+        UNROLLED for (int i = 0; i < parts; i++) {
+            value[i] = kept(narrow, values, at + (size_t)t * size + begin + 16 * i);
+            if (i % 2 == 0) expect(narrow, values, at + (size_t)t * size + begin + 16 * i, EXPECTED);
         }
+        UNROLLED for (int r = 0; r < n; r++) UNROLLED for (int i = 0; i < parts; i++)
+            sum[r][i] = fused(value[i], all(scores[r * stride + t]), sum[r][i]);
     }
-    Lanes total = all(0);
-    for (int t = 0; t < length; t += 16) {
-        Lanes e = exponential(load(scores + t) - highest);
-        memcpy(scores + t, &e, sizeof e);
-        for (int i = length; i < t + 16; i++) scores[i] = 0;
-        total += load(scores + t);
-    }
-    const float share = 1 / sum_of(total);
-    Lanes sum[16];
-    UNROLLED for (int i = 0; i < parts; i++) sum[i] = all(0);
-    for (int t = 0; t < length; t++) UNROLLED for (int i = 0; i < parts; i++)
-        sum[i] += kept(narrow, values, at + (size_t)t * size + 16 * i) * scores[t];
-    UNROLLED for (int i = 0; i < parts; i++) {
-        const Lanes mean = sum[i] * share;
-        memcpy(y + 16 * i, &mean, sizeof mean);
+    UNROLLED for (int r = 0; r < n; r++) {
+        for (int t = shortest; t < query[r].length; t++) UNROLLED for (int i = 0; i < parts; i++)
+            sum[r][i] = fused(kept(narrow, values, at + (size_t)t * size + begin + 16 * i),
+                              all(scores[r * stride + t]), sum[r][i]);
+        UNROLLED for (int i = 0; i < parts; i++) {
+            const Lanes mean = sum[r][i] * share[r];
+            memcpy(query[r].y + begin + 16 * i, &mean, sizeof mean);
+        }
     }
 }
 
-#define PARTS(narrow, parts) \
-    attend_kind(narrow, parts, q, cache->keys, cache->values, at, length, scale, scores, y)
+/* `n` queries over the keys and values from `at` on, which are read once for all. What one of them
+ * gets does not depend on the others. `scores` has room for each, `stride` apart. */
+INLINE void attend_some(const int narrow, const int n, const Query *query, const void *keys,
+                        const void *values, size_t at, int size, float scale, float *scores,
+                        size_t stride) {
+    int shortest = query[0].length, longest = shortest;
+    for (int r = 1; r < n; r++) {
+        shortest = query[r].length < shortest ? query[r].length : shortest;
+        longest = query[r].length > longest ? query[r].length : longest;
+    }
+    for (int t = 0; t < longest; t += 16) {
+        /* Sixteen keys at a time, in two sums that need not wait for each other. */
+        const size_t block = at + (size_t)t * size;
+        Lanes even[QUERIES], odd[QUERIES];
+        UNROLLED for (int r = 0; r < n; r++) even[r] = odd[r] = all(0);
+        for (int i = 0; i < size; i += 2) {
+            const Lanes first = kept(narrow, keys, block + (size_t)i * 16);
+            expect(narrow, keys, block + (size_t)i * 16, EXPECTED);
+            const Lanes second = kept(narrow, keys, block + (size_t)i * 16 + 16);
+            UNROLLED for (int r = 0; r < n; r++) {
+                even[r] = fused(first, all(query[r].q[i]), even[r]);
+                odd[r] = fused(second, all(query[r].q[i + 1]), odd[r]);
+            }
+        }
+        UNROLLED for (int r = 0; r < n; r++) {
+            const Lanes dot = (even[r] + odd[r]) * scale;
+            memcpy(scores + r * stride + t, &dot, sizeof dot);
+        }
+    }
+    float share[QUERIES];
+    for (int r = 0; r < n; r++) {
+        float *own = scores + r * stride;
+        const int length = query[r].length;
+        for (int line = 0; line < EXPECTED; line += 64 * n)
+            expect(narrow, values, at, (size_t)(line + 64 * r));
+        for (int t = length; t % 16; t++) own[t] = -INFINITY;
+        Lanes highest = all(-INFINITY);
+        for (int t = 0; t < length; t += 16) {
+            const Lanes next = load(own + t);
+            const Ints above = next > highest;
+            highest = (Lanes)(((Ints)next & above) | ((Ints)highest & ~above));
+        }
+        const float top = largest_of(highest);
+        Lanes total = all(0);
+        for (int t = 0; t < length; t += 16) {
+            Lanes e = exponential(load(own + t) - top);
+            memcpy(own + t, &e, sizeof e);
+            for (int i = length; i < t + 16; i++) own[i] = 0;
+            total += load(own + t);
+        }
+        share[r] = 1 / sum_of(total);
+    }
+    int begin = 0;
+    for (; begin + 16 * PARTS <= size; begin += 16 * PARTS)
+        mix(narrow, n, PARTS, query, values, at, size, begin, shortest, scores, stride, share);
+    for (; begin < size; begin += 16)
+        mix(narrow, n, 1, query, values, at, size, begin, shortest, scores, stride, share);
+}
 
-static void attend(const Cache *cache, const float *q, size_t at, int length, int size, float scale,
-                   float *scores, float *y) {
-    const int parts = size / 16;
-    /* The usual sizes are known when this is compiled. */
-    if (cache->narrow && parts == 4)
-        PARTS(1, 4);
-    else if (cache->narrow && parts == 8)
-        PARTS(1, 8);
-    else if (cache->narrow)
-        PARTS(1, parts);
-    else
-        PARTS(0, parts);
+#define CASE_OF(n) \
+    case n: \
+        if (n <= QUERIES) \
+            attend_some(1, n, query, cache->keys, cache->values, at, size, scale, scores, stride); \
+        break;
+
+static void attend(const Cache *cache, int n, const Query *query, size_t at, int size, float scale,
+                   float *scores) {
+    const size_t stride = (size_t)cache->capacity + 16;
+    if (cache->narrow) {
+        switch (n) { CASE_OF(1) CASE_OF(2) CASE_OF(3) CASE_OF(4) CASE_OF(5) CASE_OF(6) }
+        return;
+    }
+    for (int r = 0; r < n; r++)
+        attend_some(0, 1, query + r, cache->keys, cache->values, at, size, scale, scores, stride);
 }
 
 /* up * gate / (1 + e^-gate), into up. */
@@ -437,7 +562,7 @@ static Own cut_own(uintptr_t *at, const Decoder *d, int rows, int capacity) {
     Own own;
     own.in = cut_inputs(at, rows, widest(d));
     own.normed = cut(at, sizeof(float) * rows * d->hidden);
-    own.scores = cut(at, sizeof(float) * (capacity + 16));
+    own.scores = cut(at, sizeof(float) * MOST_QUERIES * ((size_t)capacity + 16));
     return own;
 }
 
@@ -479,10 +604,38 @@ static void norm_rows(const float *x, const float *weight, const Decoder *d, int
         norm(x + (size_t)m * d->hidden, weight, d->hidden, d->epsilon, y + (size_t)m * d->hidden);
 }
 
+/* A thread's share of the queries of a layer, whose first slot is `slots`. They are counted through
+ * a key's head after the other, so that those that read the same keys come together. */
+static void attend_part(const Decoder *d, const Layer *layer, const Cache *cache, const Pass *pass,
+                        const Room *room, size_t slots, int thread, int threads, float *scores) {
+    const int rows = pass->rows, size = d->head_size, shared = d->heads / d->kv_heads;
+    const int64_t all_queries = (int64_t)rows * d->heads;
+    const int64_t end = all_queries * (thread + 1) / threads;
+    Query query[QUERIES];
+    int n = 0;
+    size_t from = 0;
+    for (int64_t i = all_queries * thread / threads; i < end; i++) {
+        const int kv_head = (int)(i / (rows * shared)), of_head = (int)(i % (rows * shared));
+        const int m = of_head / shared, head = kv_head * shared + of_head % shared;
+        const Place place = pass->places[m];
+        const size_t its = ((slots + place.slot) * d->kv_heads + kv_head) * cache->capacity * size;
+        if (n == QUERIES || (n && its != from)) {
+            attend(cache, n, query, from, size, d->attention_scale, scores);
+            n = 0;
+        }
+        from = its;
+        const size_t at = ((size_t)m * d->heads + head) * size;
+        float *q = room->q + at;
+        if (layer->q_norm) norm(q, layer->q_norm, size, d->epsilon, q);
+        rotate(q, pass->cos + (size_t)m * size, pass->sin + (size_t)m * size, size);
+        query[n++] = (Query){q, place.position + 1, room->attended + at};
+    }
+    if (n) attend(cache, n, query, from, size, d->attention_scale, scores);
+}
+
 static void pass_of(const Decoder *d, const Cache *cache, const Pass *pass, const Room *room,
                     int thread, int threads) {
     const int rows = pass->rows, size = d->head_size, hidden = d->hidden;
-    const int shared = d->heads / d->kv_heads;
     const size_t plane = (size_t)cache->capacity * size;
     uintptr_t at = room->own + thread * room->own_bytes;
     Own own = cut_own(&at, d, rows, cache->capacity);
@@ -518,16 +671,7 @@ static void pass_of(const Decoder *d, const Cache *cache, const Pass *pass, cons
             }
         }
         BARRIER;
-        for (int i = thread; i < rows * d->heads; i += threads) {
-            const int m = i / d->heads, head = i % d->heads;
-            const Place place = pass->places[m];
-            const size_t from = ((slots + place.slot) * d->kv_heads + head / shared) * plane;
-            float *q = room->q + (size_t)i * size;
-            if (layer->q_norm) norm(q, layer->q_norm, size, d->epsilon, q);
-            rotate(q, pass->cos + (size_t)m * size, pass->sin + (size_t)m * size, size);
-            attend(cache, q, from, place.position + 1, size, d->attention_scale, own.scores,
-                   room->attended + (size_t)i * size);
-        }
+        attend_part(d, layer, cache, pass, room, slots, thread, threads, own.scores);
         BARRIER;
         take_rows(room->attended, rows, d->heads * size, &own.in);
         my_part(&layer->o, &own.in, rows, thread, threads, pass->x, 1);

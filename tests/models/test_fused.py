@@ -19,6 +19,7 @@ from mtplx.models.trunk import Trunk
 
 pytestmark = pytest.mark.skipif(kernels.find() is None, reason="the kernels are not built")
 
+SETS = ("avx512", "avx2", "generic")
 VOCAB = 101
 SIZES = {
     "vocab_size": VOCAB,
@@ -52,10 +53,12 @@ CONFIGS = {
 }
 
 
-def plain(name):
+def plain(config):
     torch.manual_seed(5)
     model = (
-        AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[name]))
+        AutoModelForCausalLM.from_config(
+            copy.deepcopy(CONFIGS[config] if isinstance(config, str) else config)
+        )
         .float()
         .eval()
         .requires_grad_(False)
@@ -66,9 +69,9 @@ def plain(name):
     return model
 
 
-def fused(name, cache_dtype=torch.float32):
-    model = plain(name)
-    library = kernels.find()
+def fused(config, cache_dtype=torch.float32, instructions=None):
+    model = plain(config)
+    library = kernels.find(instructions)
     for layer_name, layer in linear_layers(model):
         tile(model, layer_name, library, layer.weight, layer.bias)
     trunk = FusedTrunk(model, library)
@@ -135,6 +138,49 @@ def test_a_position_is_the_same_to_the_bit_in_any_pass(name, dtype):
                 at += width
     finally:
         torch.set_num_threads(threads)
+
+
+HEADS = [
+    {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 16},
+    {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64},
+    {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 80},
+    {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 128},
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("instructions", SETS)
+@pytest.mark.parametrize("heads", HEADS, ids=lambda heads: "-".join(map(str, heads.values())))
+def test_queries_may_share_keys_in_any_way(heads, instructions):
+    """However many read the same keys at a time, each gets what it would get alone."""
+    if kernels.find(instructions) is None:
+        pytest.skip(f"this CPU has no {instructions}")
+    config = LlamaConfig(**SIZES | heads | {"hidden_size": 72})
+    with torch.inference_mode():
+        expected = plain(config)(TOKENS).logits
+    span = Span.after([0] * 3, 30, TOKENS.device)
+    for dtype, noise in ((torch.float32, 1e-4), (torch.bfloat16, 0.05)):
+        trunk = fused(config, dtype, instructions)
+        whole = trunk.forward(TOKENS, span, trunk.new_cache(30)).logits
+        assert (whole - expected).norm() <= noise * expected.norm()
+        for width in (1, 2, 3, 5, 6):
+            cache = trunk.new_cache(30)
+            for at in range(0, 30, width):
+                part = Span.after([at] * 3, width, TOKENS.device)
+                logits = trunk.forward(TOKENS[:, at : at + width], part, cache).logits
+                assert torch.equal(logits, whole[:, at : at + width])
+
+
+def test_what_lies_past_a_slots_end_does_not_matter():
+    """Not even what is no number: a draft may have left it there."""
+    trunk = fused("llama", torch.bfloat16)
+    span = Span.after([0] * 3, 21, TOKENS.device)
+    clean = trunk.forward(TOKENS[:, :21], span, trunk.new_cache(64)).logits
+    cache = trunk.new_cache(64)
+    cache.places(span)
+    cache.keys.fill_(torch.nan)
+    cache.values.fill_(torch.nan)
+    assert torch.equal(trunk.forward(TOKENS[:, :21], span, cache).logits, clean)
 
 
 def test_rows_of_different_lengths_do_not_see_each_other():
