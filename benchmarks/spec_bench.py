@@ -3,9 +3,9 @@
     python benchmarks/spec_bench.py                      # acceptance, all prompts
     python benchmarks/spec_bench.py --speed --every 16 --depth 1 2 3    # and depth 0, in turn
 
-The prompts are half of Spec-Bench (Xia et al., ACL 2024 Findings; Apache-2.0), see README.md here.
-Acceptance is counted in batches, since neighbours cannot change it; speed one prompt at a time,
-all depths in turn.
+The prompts are those of `mtplx bench`, which measures speed beside other engines: half of
+Spec-Bench (Xia et al., ACL 2024 Findings; Apache-2.0). Acceptance is counted in batches, since
+neighbours cannot change it; speed one prompt at a time, all depths in turn.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import mtplx
-
-PROMPTS = Path(__file__).with_name("spec_bench.jsonl")
+from mtplx.bench.prompts import FILE as PROMPTS
 
 
 def measure_acceptance(llm, prompts, sampling, args):

@@ -197,6 +197,9 @@ class Shaper:
         self.bias, self.bans = self._bias()
         self.early_stops = self._early_stops()
         self.forced = self._forced()
+        # How many of the largest the kernels look for; none where the first of them is all.
+        self.wanted = self.top_k.masked_fill(self.greedy, 0)
+        self._settings: dict[int, list[Tensor]] = {}
         self._rows: dict[int, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
         self._ids: Tensor | None = None
         self._id_of = torch.empty(0, dtype=torch.int64)
@@ -287,16 +290,18 @@ class Shaper:
 
         scores = self._biased_and_penalised(raw, history, ids, rows)
         scores, forbids = self._without_forbidden(scores, history, ids, rows)
-        top, void = scores.amax(-1, keepdim=True), None
+        void: Tensor | None = None
         if forbids:
-            void = top == -torch.inf
-            scores = torch.where(void, raw, scores)
-            top, void = scores.amax(-1, keepdim=True), void[:, 0]
+            void = scores.amax(-1) == -torch.inf
+            scores = torch.where(void[:, None], raw, scores)
+        if self.kernels and self.all_narrow and not self.any_typical:
+            return self._distributions(*self._shaped(scores, repeat, self.kernels), ids, void)
+        top = scores.amax(-1, keepdim=True)
         _check(top, repeat)
 
         greedy, temperature, top_k, surplus = self._repeated(repeat)
         best = _lowest_of(scores, top, self.kernels) if self.any_greedy else None
-        columns = None
+        columns: Tensor | None = None
         if self.all_greedy and best is not None:
             p, columns = torch.ones_like(top), best
         else:
@@ -323,6 +328,34 @@ class Shaper:
             p = p.float()
             if best is not None:
                 p, columns = _greedy_rows(p, columns, greedy, best, logits.shape[-1])
+        return self._distributions(p, columns, ids, void)
+
+    def _shaped(self, scores: Tensor, repeat: int, library: Kernels) -> tuple[Tensor, Tensor]:
+        """Probabilities [R, C] and columns, by the kernels: for settings that leave few tokens."""
+        if repeat not in self._settings:
+            settings = (self.wanted, self.temperature, self.surplus, self.min_p)
+            self._settings[repeat] = [s.repeat_interleave(repeat, 0) for s in settings]
+        scores = scores.contiguous()
+        rows, width = scores.shape
+        top, room = scores.new_empty(rows), max(1, min(self.max_top_k, width))
+        while True:
+            p, columns = scores.new_empty(rows, room), self.wanted.new_empty(rows, room)
+            parts = (scores, *self._settings[repeat], top, p, columns)
+            pointers = [part.data_ptr() for part in parts]
+            widest = library.shape(*pointers, rows, width, room, torch.get_num_threads())
+            if widest < 0:
+                raise MemoryError(f"no memory to sort {rows} rows of {room} scores")
+            # Half-precision logits tie often, and all that tie with the last have to be here.
+            if widest <= room:
+                break
+            room = widest
+        _check(top[:, None], repeat)
+        return p, columns
+
+    def _distributions(
+        self, p: Tensor, columns: Tensor | None, ids: Tensor | None, void: Tensor | None
+    ) -> Distributions:
+        """With the tokens of the columns [R, C], of logits that stand for `ids` or for all."""
         if columns is None:
             return Distributions(p, ids, void)
         if ids is not None:

@@ -17,6 +17,7 @@ import pytest
 import tiny_checkpoint
 
 import mtplx
+from mtplx import kernels
 from mtplx.cli import main, options
 from mtplx.cli.chat import Conversation
 from mtplx.cli.inspect import mtp_words, quantity
@@ -337,8 +338,24 @@ def test_compare_in_json(run: Run, tiny: list[object]) -> None:
     assert answer["stats_without_drafting"]["drafted_by_position"] == []
 
 
+@pytest.mark.skipif(kernels.find() is None, reason="the kernels are not built")
+def test_a_quantised_model_answers(run: Run, tmp_path: Path) -> None:
+    model = tiny_checkpoint.write(tmp_path / "model", width=32, inner=64)
+    options = ["--model", model, "--device", "cpu", "--quantize", "int4", *WARM]
+    answer = json.loads(run("generate", "hello", *options, "--json").out)
+    llm = mtplx.load(model, device="cpu", quantize="int4")
+    result = llm.generate("hello", max_tokens=30, sampling=SAMPLING)
+    assert answer["token_ids"] == result.token_ids and result.token_ids
+    refused = run("generate", "hello", *options, "--dtype", "float32")
+    assert refused.code == 1 and "quantised layers are computed in float32" in refused.err
+    refused = run("generate", "hello", *options[:-8], "--quantize", "3")
+    assert refused.code == 2 and "'3' is not one of" in refused.err
+
+
 INTERRUPTED = """
 import os, signal
+# What starts tests in the background may have it ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from mtplx.cli import main
 from mtplx.llm import LLM
 stream = LLM.stream

@@ -254,6 +254,7 @@ def test_equal_requests_with_other_seeds_differ_and_with_the_same_do_not(trunk, 
     assert first.tokens != other.tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [HOT, SamplerConfig(temperature=0.8, top_k=4, top_p=0.9)])
 def test_a_coupled_text_is_the_seeds_alone(trunk, head, sampling):
     """Whatever drafts it, however deep, beside whom; with every rule but this it would not be."""
@@ -290,6 +291,7 @@ def test_batches_may_take_turns_on_one_trunk(trunk, head):
 # --- Where a text ends ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_stop_ends_the_text_wherever_in_a_cycle_it_stands(trunk, head):
     inside = 0
     for seed in range(30):

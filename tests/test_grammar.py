@@ -160,6 +160,7 @@ def test_a_failed_constraint_says_why_and_comes_back(compiler):
     assert constraint.advance(a) and constraint.complete
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [0, 3])
 def test_a_text_does_not_go_on_where_llguidance_gives_up(llm, depth):
     pieces = []
@@ -247,6 +248,7 @@ def test_what_is_no_grammar_is_refused(llm):
         llm.stream("hi", grammar=GrammarSpec.regex("("))
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_the_default_model_writes_json(default_model):
     def run(depth):

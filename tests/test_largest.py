@@ -62,12 +62,15 @@ def test_many_rows_are_searched_side_by_side():
     assert_found(rng.normal(size=(50, 777)).round(2).tolist(), ks)
 
 
-def test_what_is_no_number_is_never_found():
-    rows = np.full((2, 100), np.nan)
-    rows[0, [3, 70, 99]] = [1.0, 2.0, np.inf]
-    values, columns = _largest(torch.tensor(rows).float(), torch.tensor([[2], [5]]), 5, LIBRARY)
-    assert columns[0, :2].tolist() == [70, 99]
-    assert columns[1].tolist() == [100] * 5
+def test_a_row_with_what_is_no_number_has_nothing_to_find():
+    rows = np.random.default_rng(1).normal(size=(3, 100))
+    for row, column in ((0, 99), (2, 3)):
+        rows[row, column] = np.nan
+    values, columns = _largest(
+        torch.tensor(rows).float(), torch.tensor([[2], [3], [5]]), 5, LIBRARY
+    )
+    assert columns[[0, 2]].tolist() == [[100] * 5] * 2
+    assert columns[1, :3].tolist() == expected(rows[1], 3)
     assert not values.isnan().any()
 
 

@@ -143,6 +143,7 @@ def test_the_joint_distribution_is_the_targets_over_fewer_runs(name, depth, veri
 TWO_CYCLES = {"length": 5, "vocabulary": 4}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verifier", VERIFIERS)
 def test_the_joint_distribution_over_two_cycles_is_the_targets(verifier):
     assert measure("hot", 2, verifier, 20_000, **TWO_CYCLES) > THRESHOLD

@@ -11,6 +11,7 @@ def test_a_check_passes_where_there_is_no_fault(check):
     check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_fault_is_found(fault, monkeypatch):
     fault.plant(monkeypatch)

@@ -157,6 +157,7 @@ def test_a_coupled_text_is_the_same_at_every_depth(trunk, heads, name):
     assert together[: len(plain)] == expected
 
 
+@pytest.mark.slow
 @every_case
 @pytest.mark.parametrize("verifier", ["token", "block"])
 def test_the_law_of_a_text_is_that_of_depth_0(trunk, heads, name, verifier):
@@ -267,6 +268,7 @@ class Failing(Machine):
         self.fault = None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verifier", ["token", "block", "coupled"])
 def test_a_constraint_that_fails_lets_nothing_come(trunk, heads, verifier):
     """Neither what the text has not come to, nor anything behind what failed, does any harm."""
@@ -349,6 +351,7 @@ def test_settings_that_leave_nothing_are_named_where_the_text_gets_there(trunk, 
         texts(trunk, heads[0], [dead])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verifier", ["token", "block", "coupled"])
 @pytest.mark.parametrize("depth", [0, 1, 3])
 def test_a_whole_text_without_a_token_to_end_it_ends_there(trunk, heads, depth, verifier):

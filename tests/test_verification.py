@@ -179,6 +179,7 @@ def test_the_block_rule_decides_as_the_law(seed, depth, vocab, width, from_q, fo
         np.testing.assert_allclose(told, at_least, atol=1e-6)
 
 
+@pytest.mark.slow
 @given(
     st.integers(0, 2**32 - 1),
     st.integers(0, 4),

@@ -17,13 +17,14 @@ def llama(
     context: int = 512,
     heads: int = 4,
     width: int = 16,
+    inner: int = 24,
 ) -> Trunk:
     """A Llama whose next-token distributions are far from uniform."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=width,
-        intermediate_size=24,
+        intermediate_size=inner,
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=max(heads // 2, 1),

@@ -34,19 +34,23 @@ def tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
 def write(
     directory: Path,
     *,
+    width: int = 16,
+    inner: int = 24,
     context: int = 512,
     template: str | None = TEMPLATE,
     generation: dict[str, object] | None = None,
 ) -> Path:
     """A Llama of a few thousand random parameters."""
-    tiny.llama(VOCAB_SIZE, context=context).model.save_pretrained(directory)
+    tiny.llama(VOCAB_SIZE, width=width, inner=inner, context=context).model.save_pretrained(
+        directory
+    )
     tokenizer(template).save_pretrained(directory)
     ends = {"eos_token_id": tokenizer().convert_tokens_to_ids(END)}
     (directory / "generation_config.json").write_text(json.dumps(ends | (generation or {})))
     return directory
 
 
-def write_head(directory: Path, draft_vocab_size: int = 200) -> Path:
+def write_head(directory: Path, draft_vocab_size: int = 200, width: int = 16) -> Path:
     """A random head for it."""
-    save_head(tiny.eagle3(tiny.llama(VOCAB_SIZE), draft_vocab_size), directory)
+    save_head(tiny.eagle3(tiny.llama(VOCAB_SIZE, width=width), draft_vocab_size), directory)
     return directory

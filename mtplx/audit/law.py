@@ -160,9 +160,9 @@ class TrunkLaws:
         device, rows, read = self.trunk.device, len(texts), len(self.prompt) - 1
         cache = self.trunk.new_cache(read + len(texts[0]) + 1)
         if read:
-            shared = torch.tensor([list(self.prompt[:-1])] * rows, device=device)
-            span = Span.after([0] * rows, read, device)
-            self.trunk.forward(shared, span, cache, with_logits=False)
+            shared = torch.tensor([list(self.prompt[:-1])], device=device)
+            self.trunk.forward(shared, Span.after([0], read, device), cache, with_logits=False)
+            cache.keep_rows(torch.zeros(rows, dtype=torch.int64, device=device))
         own = torch.tensor([[self.prompt[-1], *text] for text in texts], device=device)
         span = Span.after([read] * rows, own.shape[1], device)
         logits = self.trunk.forward(own, span, cache).logits

@@ -87,8 +87,10 @@ def _laws(
     tokens = torch.tensor(rows, device=trunk.device)
     cache = trunk.new_cache(tokens.shape[1])
     if start:
-        span = Span.after([0] * len(rows), start, trunk.device)
-        trunk.forward(tokens[:, :start], span, cache, with_logits=False)
+        # The prompt, which all share.
+        span = Span.after([0], start, trunk.device)
+        trunk.forward(tokens[:1, :start], span, cache, with_logits=False)
+        cache.keep_rows(torch.zeros(len(rows), dtype=torch.int64, device=trunk.device))
     logits = []
     for at in range(start, tokens.shape[1], width):
         part = tokens[:, at : at + width]

@@ -101,6 +101,7 @@ def audit(
     dtype: options.Dtype = None,
     device: options.Device = None,
     deterministic: options.Deterministic = False,
+    quantize: options.Quantize = None,
     json: options.Json = False,
     html: Annotated[
         Path | None,
@@ -127,6 +128,7 @@ def audit(
         "--dtype": dtype,
         "--device": device,
         "--deterministic": deterministic,
+        "--quantize": quantize,
     }
     given = [name for name, value in loaded.items() if value]
     _check(engine, remote, mode, assistant, plant, verifier, given, html)
@@ -136,7 +138,9 @@ def audit(
     if remote:
         result = _endpoint(engine, model, prompts, sampling, samples, seed, depth)
     else:
-        llm = options.load_llm(model or options.DEFAULT_MODEL, head, dtype, device, deterministic)
+        llm = options.load_llm(
+            model or options.DEFAULT_MODEL, head, dtype, device, deterministic, quantize
+        )
         depth = llm.depth if depth is None else depth
         if engine == "mtplx":
             rule: Verifier = verifier or ("token" if plant else "block")
@@ -150,6 +154,8 @@ def audit(
         result.settings["head"] = head
     if deterministic:
         result.settings["deterministic"] = True
+    if quantize:
+        result.settings["quantize"] = quantize
     result.settings["prompts"] = prompts
 
     # The page last: where it cannot be written, the work is not lost.

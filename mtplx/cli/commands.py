@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 from mtplx import __version__
-from mtplx.cli import audit, chat, generate, inspect, train
+from mtplx.cli import audit, bench, chat, generate, inspect, train
 from mtplx.errors import MtplxError
 
 FAILED = 1
@@ -78,6 +78,7 @@ app.command("chat")(chat.chat)
 app.command("inspect")(inspect.inspect)
 app.command("train")(train.train)
 app.command("audit")(audit.audit)
+app.command("bench")(bench.bench)
 
 
 def _version(wanted: bool) -> None:

@@ -97,6 +97,8 @@ class Kernels:
         room: bytes of scratch memory for a pass: (decoder, rows, threads, capacity).
         room_to_multiply: likewise: (rows, inputs).
         largest: a search in each row: (x, wanted, values, columns, rows, width, room, threads).
+        shape: that, and a sampler's filters: (x, wanted, temperature, surplus, min_p, top, p,
+            columns, rows, width, room, threads).
         philox: random numbers: (given, words, n).
     """
 
@@ -113,6 +115,9 @@ class Kernels:
         self.largest = library.mtplx_largest
         self.largest.restype = c_int32
         self.largest.argtypes = [*[c_void_p] * 4, *[c_int32] * 4]
+        self.shape = library.mtplx_shape
+        self.shape.restype = c_int32
+        self.shape.argtypes = [*[c_void_p] * 8, *[c_int32] * 4]
         self.philox = library.mtplx_philox
         self.philox.restype = None
         self.philox.argtypes = [c_void_p, c_void_p, c_int64]

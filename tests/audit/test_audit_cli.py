@@ -9,7 +9,7 @@ import pytest
 import tiny_checkpoint
 from test_audit_endpoint import Server
 
-from mtplx import __version__
+from mtplx import __version__, kernels
 from mtplx.audit.faults import FAULTS
 from mtplx.audit.run import PROMPTS
 from mtplx.cli import main
@@ -137,6 +137,18 @@ def test_deterministic_passes_differ_in_no_bit(run, tiny):
     assert answer["rounding"]["largest"] == 0 and answer["rounding"]["places"] > 20
 
 
+@pytest.mark.skipif(kernels.find() is None, reason="the kernels are not built")
+@pytest.mark.parametrize("bits", ["int4", "int8"])
+def test_a_quantised_trunk_is_its_own_law(run, tmp_path, bits):
+    model = tiny_checkpoint.write(tmp_path / "model", width=32, inner=64)
+    head = tiny_checkpoint.write_head(tmp_path / "head", width=32)
+    options = ["--device", "cpu", "--depth", 2, "--samples", 200, "--quantize", bits, "--json"]
+    code, out, _ = run("--model", model, "--head", head, *ONE_PROMPT, *options)
+    answer = json.loads(out)
+    assert code == 0 and answer["passed"] and answer["settings"]["quantize"] == bits
+    assert answer["texts"]["speculation"] == 200
+
+
 def test_a_page_that_cannot_be_written_costs_no_verdict(run, tiny):
     code, out, err = run(*tiny, *ONE_PROMPT, "--samples", 100, "--html", "/dev/full")
     assert code == 1 and out.startswith("PASS") and err.endswith("No space left on device\n")
@@ -201,6 +213,10 @@ def test_an_endpoint(run):
         (["--prompt", "x", "--prompt", "x"], "--prompt: one is given twice"),
         (["--prompt", "\udcff"], "--prompt: it is not UTF-8"),
         (["--engine", "http://x", "--deterministic"], "--deterministic is for models that are lo"),
+        (
+            ["--engine", "http://x", "--quantize", "int8"],
+            "--quantize is for models that are loaded",
+        ),
         (["--engine", "http://x", "--dtype", "float32"], "--dtype is for models that are loaded"),
         (["--engine", "transformers", "--deterministic"], "--deterministic is for this engine's"),
         (["--engine", "transformers", "--head", "x"], "--head is for this engine's own texts"),

@@ -119,6 +119,7 @@ def test_a_report_of_progress_reaches_its_end(llm):
 # --- broken ones ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_every_planted_fault_is_found(llm, fault):
     audit = measure(llm, fault=fault, samples=1500)

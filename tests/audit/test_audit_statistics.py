@@ -160,6 +160,7 @@ STATISTICS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STATISTICS)
 def test_under_the_law_p_values_are_uniform(name):
     rng = RNG(1)

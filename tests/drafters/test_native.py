@@ -99,6 +99,7 @@ def expected(directory):
     return [text[len(prompt) :] for prompt, text in zip(PROMPTS, texts, strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 2, 3, 4, 5])
 def test_greedy_text_is_that_of_generate(loaded, expected, depth):
     trunk, head, _ = loaded

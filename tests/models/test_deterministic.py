@@ -118,11 +118,13 @@ def expected(trunk):
     return one_by_one(trunk)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [2, 3, 5, 8, 13, LENGTH])
 def test_the_width_of_a_pass(trunk, expected, width):
     assert same(run(trunk, TEXTS[:1], cut(LENGTH, width)), part(expected, 0, 0, LENGTH))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", range(2, 8))
 def test_the_neighbours_and_the_row_among_them(trunk, expected, size):
     for shift in range(size):
@@ -134,6 +136,7 @@ def test_the_neighbours_and_the_row_among_them(trunk, expected, size):
             assert same(part(output, row, 0, 8), wanted), (shift, row)
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(st.data())
 def test_any_composition(trunk, expected, data):
@@ -175,6 +178,7 @@ def test_it_is_still_the_same_model(family):
         torch.testing.assert_close(getattr(other, field), getattr(one, field), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_usual_trunk_is_not_like_this(dtype):
     """Or the tests above would prove nothing."""

@@ -148,6 +148,7 @@ HEADS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("instructions", SETS)
 @pytest.mark.parametrize("heads", HEADS, ids=lambda heads: "-".join(map(str, heads.values())))
 def test_queries_may_share_keys_in_any_way(heads, instructions):

@@ -125,6 +125,7 @@ def run(*arguments: object):
 SETTINGS = ("--draft-vocab", 200, "--width", 16, "--rows", 64)
 
 
+@pytest.mark.slow
 def test_train_makes_a_head_that_drafts(model, tmp_path, short):
     out = tmp_path / "run"
     arguments = ["train", out, "--model", model, "--write", 48, "--epochs", 1, *SETTINGS, "--json"]
@@ -164,6 +165,7 @@ def test_train_makes_a_head_that_drafts(model, tmp_path, short):
     assert json.loads((out / "head" / "report.json").read_text())["steps"] > report["steps"]
 
 
+@pytest.mark.slow
 def test_a_head_is_gone_on_from(model, tmp_path, short):
     first = tmp_path / "first"
     shape = [*SETTINGS, "--taps", "0,1,2"]

@@ -328,6 +328,7 @@ def setup(tmp_path, monkeypatch, request):
     return trainer, states, tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setup", [torch.bfloat16, torch.float32], indirect=True)
 def test_a_head_learns_its_trunk(setup):
     trainer, states, path = setup
@@ -349,6 +350,7 @@ def test_a_head_learns_its_trunk(setup):
     assert written["speculators_config"]["verifier"]["name_or_path"] == "tiny"
 
 
+@pytest.mark.slow
 def test_a_stopped_training_goes_on_to_the_same_head(setup):
     trainer, _, _ = setup
     whole = trainer("whole")
