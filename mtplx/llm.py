@@ -15,7 +15,7 @@ from mtplx import kernels
 from mtplx.drafters.find import find_head
 from mtplx.drafters.mtp import Head
 from mtplx.drafters.pace import DEEPEST, Pace
-from mtplx.engine.decoding import Batch, Burst
+from mtplx.engine.decoding import Batch, Burst, Prefix
 from mtplx.engine.request import FinishReason, Request, Stats, TokenLogprobs
 from mtplx.errors import MtplxError
 from mtplx.grammar import GrammarCompiler, GrammarSpec
@@ -123,6 +123,7 @@ class LLM:
         self.tokenizer = tokenizer
         self.defaults = defaults
         self.depth = depth
+        self._prefix: Prefix | None = None
         self.pace = Pace(depth) if depth else Pace()
         self.notes = tuple(notes)
 
@@ -145,6 +146,10 @@ class LLM:
             raise MtplxError(
                 f"{self.name}: its own sampling settings are unusable: {error}"
             ) from None
+
+    def forget(self) -> None:
+        """Drop what the last text left in the caches: the next prompt is read whole."""
+        self._prefix = None
 
     def default_depth(self, sampling: SamplerConfig, verifier: Verifier | None = None) -> Depth:
         """The depth of a request that names none: `auto`, if there is a head.
@@ -283,11 +288,13 @@ class LLM:
         tokens: list[list[int]] = [[] for _ in requests]
         entries: list[list[TokenLogprobs]] = [[] for _ in requests]
         last: dict[int, Burst] = {}
-        for bursts in Batch(self.trunk, self.head, requests, self.pace).run():
+        batch = self._batch(requests, sampling)
+        for bursts in batch.run():
             for burst in bursts:
                 tokens[burst.index] += burst.tokens
                 entries[burst.index] += burst.logprobs or []
                 last[burst.index] = burst
+        self._prefix = batch.prefix() or self._prefix
         results = []
         for i, request in enumerate(requests):
             reason = last[i].finish_reason
@@ -326,25 +333,39 @@ class LLM:
             prompt, max_tokens, depth, sampling, verifier, raw, stops, begin, logprobs, 0
         )
         # Made here, so that what is wrong with the request is said now and not at the first piece.
-        return self._pieces(Batch(self.trunk, self.head, [request], self.pace), request)
+        return self._pieces(self._batch([request], sampling), request)
+
+    def _batch(self, requests: Sequence[Request], sampling: SamplerConfig | None) -> Batch:
+        """With what the last text left, if it may show.
+
+        Read in other company, a trunk that is not deterministic rounds the same tokens otherwise;
+        where a seed asks for the same text again, it is read as it was the first time.
+        """
+        seed = (sampling or self.default_sampling).seed
+        may = self.trunk.deterministic or seed is None
+        return Batch(self.trunk, self.head, requests, self.pace, self._prefix if may else None)
 
     def _pieces(self, batch: Batch, request: Request) -> Iterator[Piece]:
         used = replace(request.sampling, seed=request.seed)
         text = Detokenizer(self.tokenizer)
-        for (burst,) in batch.run():
-            new = text.push(burst.tokens)
-            if burst.finish_reason:
-                new += text.finish()
-            yield Piece(
-                new,
-                burst.tokens,
-                burst.drafted,
-                burst.finish_reason,
-                used,
-                request.verifier,
-                burst.stats,
-                burst.logprobs,
-            )
+        try:
+            for (burst,) in batch.run():
+                new = text.push(burst.tokens)
+                if burst.finish_reason:
+                    new += text.finish()
+                yield Piece(
+                    new,
+                    burst.tokens,
+                    burst.drafted,
+                    burst.finish_reason,
+                    used,
+                    request.verifier,
+                    burst.stats,
+                    burst.logprobs,
+                )
+        finally:
+            # Of a stream that is left early as well.
+            self._prefix = batch.prefix() or self._prefix
 
     def _request(
         self,

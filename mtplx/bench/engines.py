@@ -67,6 +67,8 @@ class OwnEngine:
         return watch.split(self.depth or 0)
 
     def _run(self, task: Task) -> Any:
+        # Reading the prompt is measured too.
+        self.llm.forget()
         result = self.llm.generate(
             list(task.prompt),
             max_tokens=task.max_tokens,

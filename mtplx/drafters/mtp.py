@@ -41,7 +41,7 @@ class Head(Protocol):
         ...
 
     def new_cache(self, capacity: int) -> Any:
-        """An empty cache of `capacity` positions for each slot, with `keep_rows`."""
+        """An empty cache of `capacity` positions a slot, with `keep_rows` and `take`."""
         ...
 
     def step(self, tokens: Tensor, hidden: Tensor, span: Span, cache: Any) -> Tensor:
@@ -158,8 +158,15 @@ class HeadSlots:
                 draftsman.drew(q.at(tokens[-1][:, None])[:, 0].tolist())
         return Draft(torch.stack(tokens, 1), Distributions.stack(rows, shaper.vocab_size))
 
+    def take(self, other: HeadSlots, count: int) -> None:
+        """Begin with the first `count` pairs of another's, which has caught up.
+
+        What follows them is to be refilled before drafting.
+        """
+        self.cache.take(other.cache, count)
+
     def keep_rows(self, rows: Tensor) -> None:
-        """Drop all slots but these."""
+        """Have these slots in this order, [N] int64, and no others; one may come several times."""
         self.catch_up()
         self.cache.keep_rows(rows)
         if self._hidden is not None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,6 +71,21 @@ class Slot:
 
 
 @dataclass(frozen=True)
+class Prefix:
+    """What a text leaves in the caches, for a next one that begins with the same tokens.
+
+    Attributes:
+        tokens: that were read.
+        cache: the trunk's, of one slot.
+        head: the head's side, if there was one.
+    """
+
+    tokens: tuple[int, ...]
+    cache: Any
+    head: HeadSlots | None
+
+
+@dataclass(frozen=True)
 class Burst:
     """The tokens that one cycle emitted for one request.
 
@@ -99,6 +115,7 @@ class Batch:
         head: Head | None,
         requests: Sequence[Request],
         pace: Pace | None = None,
+        prefix: Prefix | None = None,
     ) -> None:
         """
         Args:
@@ -106,6 +123,7 @@ class Batch:
             head: that drafts; None where no request wants drafts.
             requests: at least one.
             pace: what is known of the model's pace, and goes on being learned; None to begin anew.
+            prefix: of an earlier text; looked at where there is one request.
         """
         self.trunk = trunk
         self.pace = pace or Pace()
@@ -127,6 +145,40 @@ class Batch:
             [r.stop_ids for r in requests],
         )
         self.histories = self._histories(requests)
+        self._single = self.slots[0] if len(self.slots) == 1 else None
+        self._read = self._take(prefix) if prefix and self._single else 0
+
+    def _take(self, prefix: Prefix) -> int:
+        """Begin with what the prompt and an earlier text have in common; returns how much it is."""
+        assert self._single is not None
+        prompt = self._single.request.prompt
+        pairs = zip(prompt[:-1], prefix.tokens, strict=False)
+        common = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        if common is None:
+            common = min(len(prompt) - 1, len(prefix.tokens))
+        if self.head:
+            # A head joins each token with the one after it, and drafts from the last pair that it
+            # has read itself.
+            common -= 1
+            if prefix.head is None or common < 1:
+                return 0
+            self.head.take(prefix.head, common)
+        self.cache.take(prefix.cache, common)
+        self._single.stats.cached_tokens = common
+        return common
+
+    def prefix(self) -> Prefix | None:
+        """What a next text may begin with; None of several requests, or before the prompt is read.
+
+        The batch is not to be run any further.
+        """
+        slot = self._single
+        if slot is None or not slot.stats.cycles:
+            return None
+        if self.head:
+            self.head.catch_up()
+        tokens = (*slot.request.prompt, *slot.output)[: slot.length]
+        return Prefix(tokens, self.cache, self.head)
 
     def _histories(self, requests: Sequence[Request]) -> Histories:
         followers = {
@@ -160,10 +212,13 @@ class Batch:
     def prefill(self) -> None:
         """Read all of every prompt but its last token, which is left pending."""
         started = time.perf_counter()
-        prompts = [slot.request.prompt for slot in self.slots]
+        # A prompt that several requests have is read once.
+        rows: dict[tuple[int, ...], int] = {}
+        row_of = [rows.setdefault(slot.request.prompt, len(rows)) for slot in self.slots]
+        prompts = list(rows)
         longest = max(slot.length for slot in self.slots)
         chunk = max(1, PREFILL_TOKENS // len(prompts))
-        for start in range(0, longest, chunk):
+        for start in range(self._read, longest, chunk):
             width = min(chunk, longest - start)
             # One token more than is read: the head joins each state with the token after it.
             ids = [prompt[start : start + width + 1] for prompt in prompts]
@@ -176,6 +231,11 @@ class Batch:
             )
             if self.head:
                 self.head.refill(output, window[:, 1:], span, last)
+        if len(rows) < len(row_of):
+            index = torch.tensor(row_of, device=self.device)
+            self.cache.keep_rows(index)
+            if self.head:
+                self.head.keep_rows(index)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         elapsed = time.perf_counter() - started

@@ -79,6 +79,7 @@ class Stats:
             void.
         accepted_by_position: of those, how many were kept and emitted.
         acceptance_sum: summed acceptance probability over the drafts that were decided.
+        cached_tokens: of the prompt, that a text before this one had read.
         prefill_seconds: wall clock, of the whole batch.
         decode_seconds: wall clock of the cycles up to this request's last token.
     """
@@ -89,6 +90,7 @@ class Stats:
     decided_by_position: list[int] = field(default_factory=list)
     accepted_by_position: list[int] = field(default_factory=list)
     acceptance_sum: float = 0.0
+    cached_tokens: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
 
@@ -172,6 +174,7 @@ class Stats:
             "accepted_by_position": self.accepted_by_position,
             "acceptance_by_position": self.acceptance_by_position,
             "mean_acceptance_probability": self.mean_acceptance_probability,
+            "cached_tokens": self.cached_tokens,
             "prefill_seconds": self.prefill_seconds,
             "decode_seconds": self.decode_seconds,
             "decode_tokens_per_second": self.decode_tokens_per_second,

@@ -251,11 +251,8 @@ class FusedSlots:
             IndexError: there is none.
         """
         slots = len(span.positions)
-        if self.keys is None:
-            layers = self.layers
-            room = self.capacity * layers.head_size
-            shape = (layers.count, slots, layers.kv_heads, room)
-            self.keys, self.values = (torch.zeros(shape, dtype=self.dtype) for _ in range(2))
+        if self.keys is None or self.values is None:
+            self.keys, self.values = self._storage(slots)
         if span.end > self.capacity or slots > self.keys.shape[1]:
             raise IndexError(
                 f"{slots} slots up to position {span.end - 1} in a cache of {self.keys.shape[1]} "
@@ -274,8 +271,23 @@ class FusedSlots:
             self.values.data_ptr(),
         )
 
+    def _storage(self, slots: int) -> tuple[Tensor, Tensor]:
+        layers = self.layers
+        room = self.capacity * layers.head_size
+        shape = (layers.count, slots, layers.kv_heads, room)
+        return torch.zeros(shape, dtype=self.dtype), torch.zeros(shape, dtype=self.dtype)
+
+    def take(self, other: FusedSlots, count: int) -> None:
+        """Begin with the first `count` positions of another's slots."""
+        if other.keys is None or other.values is None:
+            return
+        self.keys, self.values = self._storage(other.keys.shape[1])
+        numbers = -(-count // LANES) * LANES * self.layers.head_size
+        self.keys[..., :numbers] = other.keys[..., :numbers]
+        self.values[..., :numbers] = other.values[..., :numbers]
+
     def keep_rows(self, rows: Tensor) -> None:
-        """Drop all slots but these, [N] int64."""
+        """Have these slots in this order, [N] int64, and no others; one may come several times."""
         if self.keys is not None and self.values is not None:
             # The one way to pick rows whose result is certain to be contiguous.
             self.keys, self.values = (

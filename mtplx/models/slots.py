@@ -87,9 +87,18 @@ class KVSlots:
         return self.keys[:, :, : span.end], self.values[:, :, : span.end]
 
     def keep_rows(self, rows: Tensor) -> None:
-        """Drop all slots but these, [N] int64."""
+        """Have these slots in this order, [N] int64, and no others; one may come several times."""
         if self.keys is not None and self.values is not None:
             self.keys, self.values = self.keys[rows], self.values[rows]
+
+    def take(self, other: KVSlots, count: int) -> None:
+        """Begin with the first `count` positions of another's slots."""
+        if other.keys is None or other.values is None:
+            return
+        self.keys = _storage(other.keys, self.capacity)
+        self.values = _storage(other.values, self.capacity)
+        self.keys[:, :, :count] = other.keys[:, :, :count]
+        self.values[:, :, :count] = other.values[:, :, :count]
 
 
 def _storage(new: Tensor, capacity: int) -> Tensor:
@@ -130,9 +139,14 @@ class SlotCache(Cache):  # type: ignore[misc]
         return layer.update(key_states, value_states, self.span)
 
     def keep_rows(self, rows: Tensor) -> None:
-        """Drop all slots but these, [N] int64."""
+        """Have these slots in this order, [N] int64, and no others; one may come several times."""
         for layer in self.slots.values():
             layer.keep_rows(rows)
+
+    def take(self, other: SlotCache, count: int) -> None:
+        """Begin with the first `count` positions of another's slots."""
+        for index, layer in other.slots.items():
+            self.slots.setdefault(index, KVSlots(self.capacity)).take(layer, count)
 
     # transformers asks these before it sees that the mask is already made, and a class that is
     # given no positions would count on from `get_seq_length`. Rows have no one length, so every
