@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, get_args
 
 import pytest
 import tiny_checkpoint
+import torch
 
 import mtplx
 from mtplx import kernels
@@ -336,6 +337,17 @@ def test_compare_in_json(run: Run, tiny: list[object]) -> None:
     answer = json.loads(run("generate", "hello", *tiny, *WARM, "--compare", "--json").out)
     assert answer["stats"]["drafted_by_position"]
     assert answer["stats_without_drafting"]["drafted_by_position"] == []
+
+
+def test_threads_are_those_asked_for(run: Run, tiny: list[object]) -> None:
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            assert run("generate", "hello", *tiny, *WARM, "--threads", threads).code == 0
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    assert run("generate", "hello", *tiny, "--threads", 0).code == 2
 
 
 @pytest.mark.skipif(kernels.find() is None, reason="the kernels are not built")

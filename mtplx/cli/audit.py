@@ -102,6 +102,7 @@ def audit(
     device: options.Device = None,
     deterministic: options.Deterministic = False,
     quantize: options.Quantize = None,
+    threads: options.Threads = None,
     json: options.Json = False,
     html: Annotated[
         Path | None,
@@ -129,6 +130,7 @@ def audit(
         "--device": device,
         "--deterministic": deterministic,
         "--quantize": quantize,
+        "--threads": threads,
     }
     given = [name for name, value in loaded.items() if value]
     _check(engine, remote, mode, assistant, plant, verifier, given, html)
@@ -139,7 +141,7 @@ def audit(
         result = _endpoint(engine, model, prompts, sampling, samples, seed, depth)
     else:
         llm = options.load_llm(
-            model or options.DEFAULT_MODEL, head, dtype, device, deterministic, quantize
+            model or options.DEFAULT_MODEL, head, dtype, device, deterministic, quantize, threads
         )
         depth = llm.depth if depth is None else depth
         if engine == "mtplx":

@@ -131,6 +131,7 @@ def chat(
     dtype: options.Dtype = None,
     device: options.Device = None,
     quantize: options.Quantize = None,
+    threads: options.Threads = None,
     stats: Annotated[
         bool, typer.Option("--stats/--no-stats", help="Show figures after each answer.")
     ] = True,
@@ -144,7 +145,7 @@ def chat(
         repetition_penalty=repetition_penalty,
         seed=seed,
     )
-    llm = options.load_llm(model, head, dtype, device, quantize=quantize)
+    llm = options.load_llm(model, head, dtype, device, quantize=quantize, threads=threads)
     if not llm.tokenizer.chat_template:
         raise MtplxError(f"{llm.name} has no chat template: use `mtplx generate --raw`")
     if depth and depth != "auto" and llm.head is None:

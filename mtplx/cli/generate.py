@@ -54,6 +54,7 @@ def generate(
     device: options.Device = None,
     deterministic: options.Deterministic = False,
     quantize: options.Quantize = None,
+    threads: options.Threads = None,
     json: options.Json = False,
     logprobs: options.Logprobs = None,
     stats: Annotated[
@@ -86,7 +87,7 @@ def generate(
         raise typer.BadParameter("--logprobs needs --json, which they are printed in")
     grammar = options.read_grammar(json_schema, regex)
     text = options.read_prompt(prompt, file)
-    llm = options.load_llm(model, head, dtype, device, deterministic, quantize)
+    llm = options.load_llm(model, head, dtype, device, deterministic, quantize, threads)
     sampling = options.sampling_for(llm, given)
     depth = llm.default_depth(sampling, verifier) if depth is None else depth
 

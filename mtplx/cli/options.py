@@ -159,6 +159,14 @@ Quantize = Annotated[
         "several times faster."
     ),
 ]
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="N",
+        help="Threads of a CPU to compute with. If not given, one for each physical core.",
+    ),
+]
 Deterministic = Annotated[
     bool,
     typer.Option(
@@ -240,11 +248,17 @@ def load_llm(
     device: str | None,
     deterministic: bool = False,
     quantize: Quantize | None = None,
+    threads: int | None = None,
 ) -> LLM:
     """Load a model, and pass on what it has to note."""
     with show.waiting(f"loading {model} …"):
         # Here, not above: this import takes seconds.
+        import torch
+
         from mtplx.llm import load
+
+        if threads is not None:
+            torch.set_num_threads(threads)
 
         llm = load(
             model,
