@@ -14,31 +14,31 @@ import torch
 from mtplx.bench import traffic
 from mtplx.bench.run import Decoded, Engine, Task
 from mtplx.bench.split import Split, Watch
-from mtplx.llm import LLM
+from mtplx.llm import LLM, Depth
 from mtplx.models.checkpoint import Checkpoint, load_model, reported
 from mtplx.sampling import Verifier
 
 
 class OwnEngine:
-    """This engine at one depth."""
+    """This engine at one depth, or at as many as pay."""
 
-    name = "mtplx"
-
-    def __init__(self, llm: LLM, depth: int, verifier: Verifier, words: str) -> None:
+    def __init__(self, llm: LLM, depth: Depth, verifier: Verifier, words: str) -> None:
         """
         Args:
             llm: loaded; engines share it.
-            depth: tokens drafted per cycle.
+            depth: tokens drafted per cycle; of `auto`, the bytes of a cycle are the trunk's alone.
             verifier: the rule.
             words: on how it runs.
         """
         self.llm, self.verifier = llm, verifier
-        self.depth: int | None = depth
+        self._asked = depth
+        self.name = "mtplx, auto" if depth == "auto" else "mtplx"
+        self.depth: int | None = None if depth == "auto" else depth
         self.settings = words
         trunk = llm.trunk
         self._weights = traffic.model_bytes(trunk.model)
-        if depth and llm.head is not None:
-            self._weights += depth * traffic.head_bytes(llm.head)
+        if self.depth and llm.head is not None:
+            self._weights += self.depth * traffic.head_bytes(llm.head)
         # The kernels' cache is in bfloat16 whatever they compute in.
         size = 2 if trunk.dtype != torch.float32 or hasattr(trunk, "fused") else 4
         self._token = traffic.token_bytes(trunk.config, size)
@@ -72,7 +72,7 @@ class OwnEngine:
         result = self.llm.generate(
             list(task.prompt),
             max_tokens=task.max_tokens,
-            depth=self.depth,
+            depth=self._asked,
             sampling=task.sampling,
             verifier=self.verifier,
             stop_token_ids=sorted(task.stop_ids),

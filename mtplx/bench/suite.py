@@ -19,7 +19,7 @@ from mtplx.bench.peers import Way
 from mtplx.bench.prompts import Prompt, choose
 from mtplx.bench.run import Bench, Engine, Progress, Task, in_turn
 from mtplx.errors import MtplxError
-from mtplx.llm import LLM, load
+from mtplx.llm import LLM, Depth, load
 from mtplx.models.checkpoint import Checkpoint, Quantize, locate
 from mtplx.sampling import SamplerConfig, Verifier
 
@@ -35,7 +35,8 @@ class Plan:
 
     Attributes:
         model, head, dtype, quantize: as for `mtplx.load`, on the CPU.
-        depths: of this engine, at least one; the first is what the others are compared with.
+        depths: of this engine, at least one, `auto` among them; the first is what the others are
+            compared with.
         against: names of peers, see `peers`.
         temperatures: at least one.
         sampling: top-p, top-k and the first prompt's seed.
@@ -49,7 +50,7 @@ class Plan:
     head: str | None = None
     dtype: str | None = None
     quantize: Quantize | None = None
-    depths: tuple[int, ...] = (0, 1, 2, 3)
+    depths: tuple[Depth, ...] = (0, 1, 2, 3, "auto")
     against: tuple[str, ...] = ()
     temperatures: tuple[float, ...] = (0.6,)
     sampling: SamplerConfig = SamplerConfig(top_p=0.95, top_k=20, seed=0)  # noqa: RUF009
@@ -110,10 +111,11 @@ def bench(
             progress,
         )
         tasks = _split_tasks(plan, prompts, stops)
-        for i, engine in enumerate(own):
-            progress("taking cycles apart", i, len(own))
+        fixed = [engine for engine in own if engine.depth is not None]
+        for i, engine in enumerate(fixed):
+            progress("taking cycles apart", i, len(fixed))
             found.splits.append(engine.split(tasks))
-        progress("taking cycles apart", len(own), len(own))
+        progress("taking cycles apart", len(fixed), len(fixed))
     return found
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json as json_format
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -24,11 +24,10 @@ from mtplx.sampling import SamplerConfig, Verifier
 if TYPE_CHECKING:
     from mtplx.bench.run import Bench, Row, Spread
     from mtplx.bench.run import Progress as Report
+    from mtplx.llm import Depth
 
 WIDE = 140
 """Columns of a table that goes to no terminal."""
-
-Number = TypeVar("Number", int, float)
 
 
 def bench(
@@ -37,8 +36,12 @@ def bench(
     dtype: options.Dtype = None,
     quantize: options.Quantize = None,
     depths: Annotated[
-        str, typer.Option(metavar="N,N,…", help="Tokens drafted per cycle, one run each.")
-    ] = "0,1,2,3",
+        str,
+        typer.Option(
+            metavar="N,N,…",
+            help="Tokens drafted per cycle, one run each; auto is one too.",
+        ),
+    ] = "0,1,2,3,auto",
     against: Annotated[
         str | None,
         typer.Option(
@@ -89,10 +92,8 @@ def bench(
     speed at which this machine copies, over the time the cycle took.
     """
     sampling = _sampling(top_p, top_k, seed)
-    drafted = _numbers("--depths", depths, int)
-    temperatures = tuple(
-        t for given in temperature or ["0.6"] for t in _numbers("--temperature", given, float)
-    )
+    drafted = _depths(depths)
+    temperatures = tuple(t for given in temperature or ["0.6"] for t in _temperatures(given))
     _check_numbers(drafted, temperatures)
     names = tuple(filter(None, (name.strip() for name in (against or "").split(","))))
     try:
@@ -145,17 +146,21 @@ def _sampling(top_p: float, top_k: int, seed: int) -> SamplerConfig:
         raise typer.BadParameter(str(error)) from None
 
 
-def _numbers(name: str, text: str, kind: Callable[[str], Number]) -> tuple[Number, ...]:
+def _temperatures(text: str) -> tuple[float, ...]:
     try:
-        return tuple(kind(part) for part in text.split(","))
+        return tuple(map(float, text.split(",")))
     except ValueError:
-        what = "whole numbers" if kind is int else "numbers"
-        raise typer.BadParameter(f"{name} takes {what} with commas, got {text!r}") from None
+        raise typer.BadParameter(f"--temperature takes numbers with commas, got {text!r}") from None
 
 
-def _check_numbers(depths: tuple[int, ...], temperatures: tuple[float, ...]) -> None:
-    if min(depths) < 0:
-        raise typer.BadParameter(f"--depths: {min(depths)} is below 0")
+def _depths(text: str) -> tuple[Depth, ...]:
+    try:
+        return tuple(options.read_depth(part.strip()) for part in text.split(","))
+    except typer.BadParameter as error:
+        raise typer.BadParameter(f"--depths: {error}") from None
+
+
+def _check_numbers(depths: tuple[Depth, ...], temperatures: tuple[float, ...]) -> None:
     for temperature in temperatures:
         try:
             SamplerConfig(temperature=temperature)

@@ -61,7 +61,7 @@ def test_tables_files_and_pictures(run, tiny, few, tmp_path, monkeypatch):
     monkeypatch.setattr(suite.engines, "make", make)
     file, pictures = tmp_path / "bench.json", tmp_path / "new" / "plots"
     code, out, err = run(
-        *tiny, "--depths", "0,2", "--temperature", "0,0.6", "--temperature", "1", "--threads", 1,
+        *tiny, "--depths", "0,2,auto", "--temperature", "0,0.6", "--temperature", "1", "--threads", 1,
         "--against", "transformers:bf16", "--json", file, "--plots", pictures,
     )  # fmt: skip
     assert code == 0, err
@@ -76,18 +76,19 @@ def test_tables_files_and_pictures(run, tiny, few, tmp_path, monkeypatch):
     machine = found["machine"]
     assert machine["threads"] == 1 and machine["copy_bandwidth"] > 0 and machine["memory"] > 0
     assert {"python", "torch", "mtplx", "transformers"} <= set(machine["versions"])
-    # 2 prompts, 3 temperatures, 2 depths and a peer.
+    # 2 prompts, 3 temperatures, 2 depths, auto and a peer.
     runs = found["runs"]
-    assert len(runs) == 18
+    assert len(runs) == 24
     assert context == max(run["prompt_tokens"] for run in runs) + 6
     keys = {(r["engine"], r["depth"], r["temperature"], r["prompt"]) for r in runs}
-    assert len(keys) == 18 and ("mtplx", 2, 0.6, 201) in keys
+    assert len(keys) == 24 and ("mtplx", 2, 0.6, 201) in keys
+    assert ("mtplx, auto", None, 0.6, 81) in keys
     assert ("theirs:fast", None, 1.0, 81) in keys
     for r in runs:
         assert r["tokens"] <= 6 and r["tokens_per_second"] > 0 and r["share_of_limit"] > 0
         assert r["category"] == {81: "writing", 201: "qa"}[r["prompt"]]
     # All, and each of two categories.
-    assert len(found["rows"]) == 3 * 9
+    assert len(found["rows"]) == 3 * 12
     assert found["rows"][0]["ratio"]["median"] == 1
     assert [split["depth"] for split in found["splits"]] == [0, 2]
     for name in ("tokens_per_second", "acceptance", "cycle_time"):
@@ -103,9 +104,9 @@ def test_nothing_drafted_has_no_acceptance_to_draw(run, tiny, few, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["--depths", "0,x"], "--depths takes whole numbers with commas, got '0,x'"),
-        (["--depths", ""], "--depths takes whole numbers"),
-        (["--depths", "0,-1"], "--depths: -1 is below 0"),
+        (["--depths", "0,x"], "--depths: 'x' is neither a number from 0 up nor auto"),
+        (["--depths", ""], "--depths: '' is neither"),
+        (["--depths", "0,-1"], "--depths: '-1' is neither"),
         (["--depths", "1,1"], "--depths: one is given twice"),
         (["--temperature", "0.5;1"], "--temperature takes numbers with commas"),
         (["--temperature", "nan"], "--temperature: "),
