@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from mtplx.bench import traffic
+from mtplx.bench.machine import threads_words
 from mtplx.bench.run import Decoded, Engine, Task
 from mtplx.bench.split import Split, Watch
 from mtplx.llm import LLM, Depth
@@ -195,7 +196,3 @@ def make(
 
             engines.append(LlamaCppEngine(way, checkpoint.path, threads, context, own))
     return engines
-
-
-def threads_words(count: int) -> str:
-    return "1 thread" if count == 1 else f"{count} threads"

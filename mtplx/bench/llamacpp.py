@@ -15,7 +15,7 @@ import numpy as np
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
 from mtplx.bench import traffic
-from mtplx.bench.engines import threads_words
+from mtplx.bench.machine import threads_words
 from mtplx.bench.run import Decoded, Task
 from mtplx.errors import MtplxError
 from mtplx.models import gguf

@@ -119,3 +119,7 @@ def _cpuinfo(key: str) -> list[str]:
         return []
     fields = (line.partition(":") for line in lines)
     return [value.strip() for name, _, value in fields if name.strip() == key]
+
+
+def threads_words(count: int) -> str:
+    return "1 thread" if count == 1 else f"{count} threads"

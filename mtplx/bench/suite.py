@@ -14,7 +14,7 @@ import torch
 
 from mtplx.bench import engines, peers
 from mtplx.bench.engines import OwnEngine
-from mtplx.bench.machine import describe
+from mtplx.bench.machine import describe, threads_words
 from mtplx.bench.peers import Way
 from mtplx.bench.prompts import Prompt, choose
 from mtplx.bench.run import Bench, Engine, Progress, Task, in_turn
@@ -87,7 +87,7 @@ def bench(
             raise MtplxError(f"{llm.name} has no MTP head to draft with: give --depths 0")
         prompts = choose(plan.per_category, llm.encode, llm.trunk.context - plan.max_tokens)
         context = max(len(prompt.ids) for prompt in prompts) + plan.max_tokens
-        kind, count = _kind(llm, plan.quantize), engines.threads_words(threads)
+        kind, count = _kind(llm, plan.quantize), threads_words(threads)
         words = f"{kind}, {count}, verifier {plan.verifier}"
         own = [OwnEngine(llm, depth, plan.verifier, words) for depth in plan.depths]
         make = make_peers or engines.make

@@ -61,8 +61,8 @@ def test_tables_files_and_pictures(run, tiny, few, tmp_path, monkeypatch):
     monkeypatch.setattr(suite.engines, "make", make)
     file, pictures = tmp_path / "bench.json", tmp_path / "new" / "plots"
     code, out, err = run(
-        *tiny, "--depths", "0,2,auto", "--temperature", "0,0.6", "--temperature", "1", "--threads", 1,
-        "--against", "transformers:bf16", "--json", file, "--plots", pictures,
+        *tiny, "--depths", "0,2,auto", "--temperature", "0,0.6", "--temperature", "1",
+        "--threads", 1, "--against", "transformers:bf16", "--json", file, "--plots", pictures,
     )  # fmt: skip
     assert code == 0, err
     assert torch.get_num_threads() >= 1
