@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+import scheduled
 import test_engine
 import test_law
 import test_metamorphic
@@ -61,6 +62,15 @@ def law(setting, depth, verifier="token", **more):
     return Check(name + (", two cycles" if more else ""), test, ())
 
 
+def law_by_ones(rule):
+    """That of drafts which end because of what they hold."""
+
+    def test():
+        assert test_law.measure_by_ones("hot", rule, 800) > test_law.THRESHOLD / 1000
+
+    return Check(f"law of {rule}, drafts that end by what they hold", test, ())
+
+
 def decisions(rule):
     """Every decision as the scalar law decides."""
     decides_as_the_law = getattr(test_verification, f"test_the_{rule}_rule_decides_as_the_law")
@@ -85,6 +95,11 @@ def caches():
         )
 
 
+def postponed():
+    scheduled.assert_postponed_refills_show_nowhere(TRUNK, HEADS[0], [(1, 2, 3), (4,)])
+
+
+BY_ONES = {rule: law_by_ones(rule) for rule in ("token", "block")}
 DECISIONS = {rule: decisions(rule) for rule in test_law.VERIFIERS}
 EDGES = {
     rule: Check(f"edges of {rule}", test_verification.test_the_edges, (0.0, rule))
@@ -139,6 +154,12 @@ ALMOST_ONE = Check(
     (),
 )
 CACHES = Check("the caches", caches, ())
+OWN_NOISE = Check(
+    "noise of an adaptive row",
+    test_verification.test_the_noise_of_an_adaptive_row_belongs_to_its_cycle_as_well,
+    ("token",),
+)
+POSTPONED = Check("refills put off", postponed, ())
 
 # --- How faults are planted -----------------------------------------------------------------------
 
@@ -541,6 +562,30 @@ FAULTS = [
         "a shorter draft goes on in its padding",
         edited(verification, "_block_rule", "torch.where(at_end, weight[:, 1:], trial)", "trial"),
         DECISIONS["block"],
+    ),
+    # Drafts that end by themselves.
+    *(
+        Fault(
+            f"a doubted token is dropped, {rule}",
+            edited(
+                HeadSlots,
+                "draft",
+                "break",
+                "rows, tokens = rows[:-1] or rows, tokens[:-1] or tokens; break",
+            ),
+            found_by,
+        )
+        for rule, found_by in BY_ONES.items()
+    ),
+    Fault(
+        "what void drafts taught meets their noise again",
+        edited(Noise, "__init__", "by_cycle |= np.array(adaptive)", "pass"),
+        OWN_NOISE,
+    ),
+    Fault(
+        "the first state of those put off",
+        edited(HeadSlots, "catch_up", "[len(outputs) - 1]", "[0]"),
+        POSTPONED,
     ),
     # The coupled rule.
     Fault(

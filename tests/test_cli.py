@@ -23,7 +23,7 @@ from mtplx.cli import main, options
 from mtplx.cli.chat import Conversation
 from mtplx.cli.inspect import mtp_words, quantity
 from mtplx.inspection import MtpLayers
-from mtplx.llm import DEFAULT_MODEL, DTYPES, LLM, Piece
+from mtplx.llm import DEFAULT_MODEL, DTYPES, LLM, Depth, Piece
 
 COMMAND = [sys.executable, "-c", "from mtplx.cli import main; main()"]
 SUBPROCESS = {"env": os.environ | {"PYTHONPATH": str(Path(mtplx.__file__).parent.parent)}}
@@ -87,7 +87,9 @@ def test_help_names_the_commands(run: Run) -> None:
     [
         (["frobnicate"], "frobnicate"),
         (["generate", "hi", "--frobnicate"], "--frobnicate"),
-        (["generate", "hi", "--depth", "-1"], "--depth"),
+        (["generate", "hi", "--depth", "-1"], "'-1' is neither a number from 0 up nor auto"),
+        (["generate", "hi", "--depth", "deep"], "'deep' is neither a number from 0 up nor auto"),
+        (["chat", "--depth", "9" * 5000], "is neither a number from 0 up nor auto"),
         (["generate", "hi", "--max-tokens", "0"], "--max-tokens"),
         (["generate", "hi", "--dtype", "int8"], "--dtype"),
         (["generate", "hi", "--temperature", "hot"], "--temperature"),
@@ -174,9 +176,9 @@ def llm(model: Path, head: Path) -> LLM:
     return mtplx.load(model, head=head, dtype="float32")
 
 
-@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("depth", [0, 2, "auto"])
 def test_the_text_is_that_of_the_package(
-    run: Run, tiny: list[object], llm: LLM, depth: int
+    run: Run, tiny: list[object], llm: LLM, depth: Depth
 ) -> None:
     expected = llm.generate("hello", max_tokens=30, depth=depth, sampling=SAMPLING)
     code, out, err = run("generate", "hello", *tiny, *WARM, "--depth", depth)
@@ -197,6 +199,20 @@ def test_json(run: Run, tiny: list[object], model: Path, llm: LLM) -> None:
     assert set(answer["stats"]) == set(expected.stats.to_dict())
     assert answer["stats"]["cycles"] == expected.stats.cycles
     assert answer["stats"]["accepted_by_position"] == expected.stats.accepted_by_position
+
+
+def test_auto_in_json_and_in_the_table(run: Run, tiny: list[object], model: Path) -> None:
+    # With a seed, the head's recommendation; without one, as many as pay.
+    unseeded = [*WARM[: WARM.index("--seed")], "-n", "30"]
+    for given, depth in ((["--depth", "auto", *WARM], "auto"), (unseeded, "auto"), (WARM, 3)):
+        answer = json.loads(run("generate", "hello", *tiny, *given, "--json").out)
+        assert answer["depth"] == depth
+    assert "depth auto" in run("generate", "hello", *tiny, *WARM, "-k", "auto", "--stats").err
+    compared = run("generate", "hello", *tiny, *WARM, "-k", "auto", "--compare").err
+    assert "depth auto" in compared and "no drafting" in compared
+    # Without a head nothing pays.
+    code, out, _ = run("generate", "hi", "--model", model, *WARM, "--depth", "auto")
+    assert code == 0 and out
 
 
 def test_every_sampling_option_is_a_setting(run: Run, tiny: list[object]) -> None:
@@ -449,13 +465,17 @@ def test_the_end_of_input_leaves(run: Run, tiny: list[object]) -> None:
 
 def test_commands(run: Run, tiny: list[object]) -> None:
     huge = b"9" * 5000
-    said = b"/help\n/depth 2\n/depth x\n/depth %s\n/depth\n/stats\n/frobnicate\n/quit\n" % huge
+    said = (
+        b"/help\n/depth 2\n/depth x\n/depth %s\n/depth\n/depth auto\n/stats\n/frobnicate\n/quit\n"
+        % huge
+    )
     code, out, err = run("chat", *tiny, stdin=said)
     assert (code, out) == (0, "")
     for answer in (
         "Ctrl-C stops an answer",
         "the depth is 2\n",
-        "the depth is 2; /depth N takes a number",
+        "the depth is 2; /depth N takes a number from 0 up, or auto",
+        "the depth is auto\n",
         "figures are hidden",
         "there is no /frobnicate",
     ):

@@ -5,9 +5,11 @@ import random
 
 import numpy as np
 import pytest
+import scheduled
 import tiny
 import torch
 
+from mtplx.drafters.pace import Pace
 from mtplx.engine import decoding
 from mtplx.engine.decoding import Batch
 from mtplx.engine.request import Request, Stats
@@ -182,6 +184,42 @@ def assert_same_slots(slots, fresh, row, length):
             rtol=1e-4,
             atol=1e-4,
         )
+
+
+@pytest.mark.parametrize("schedule", [[0], [0, 0, 2], [5, 1, 0]])
+def test_the_caches_of_adaptive_rows_equal_a_fresh_prefill(trunk, head, schedule):
+    texts = prompts(trunk, [1, 6, 3])
+    rows = [request(p, HOT, seed=i, max_tokens=6 + 7 * i, depth=7) for i, p in enumerate(texts)]
+    rows = [dataclasses.replace(one, adaptive=True) for one in rows]
+    batch = Batch(trunk, head, rows, scheduled.Scheduled(schedule))
+    for _ in batch.run():
+        batch.head.catch_up()
+        assert_caches_are_fresh(batch, head)
+
+
+def test_an_adaptive_row_is_drafted_no_further_than_its_budget(trunk, head):
+    for left in range(1, 6):
+        row = dataclasses.replace(request([1, 2], HOT, max_tokens=left, depth=7), adaptive=True)
+        beside = request([3, 2], HOT, max_tokens=30, depth=0)
+        (r, plain) = collect(Batch(trunk, head, [row, beside], scheduled.Scheduled([7])))
+        assert len(r.tokens) == left
+        assert len(r.stats.drafted_by_position) == left - 1
+        assert plain.stats.drafted_by_position == []
+        assert plain.tokens == run(trunk, head, beside)[0].tokens
+
+
+def test_adaptive_rows_teach_the_pace_that_is_given(trunk, head):
+    row = dataclasses.replace(request([1, 2], HOT, max_tokens=90, depth=7), adaptive=True)
+    pace = Pace(2)
+    before = pace.chance()
+    (r,) = collect(Batch(trunk, head, [row], pace))
+    assert pace.chance() != before
+    assert len(r.bursts[0].tokens) <= 3
+    assert r.stats.drafted_by_position[0] > 0
+    # Beside a fixed row it is no more than that one asks for, while it is told not to go on.
+    fixed = request([3], HOT, max_tokens=90, depth=1)
+    both = collect(Batch(trunk, head, [row, fixed], scheduled.Scheduled([0])))
+    assert [len(one.stats.drafted_by_position) for one in both] == [1, 1]
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2, 4])

@@ -5,6 +5,7 @@ and more, over many seeds, against the trunk's own probabilities. `test_mutation
 are nearly right to the same measure, which must tell them from the right ones.
 """
 
+import dataclasses
 import functools
 import gc
 import itertools
@@ -15,6 +16,7 @@ import tiny
 import torch
 from scipy import stats
 
+from mtplx.drafters.pace import Pace
 from mtplx.engine.decoding import Batch
 from mtplx.engine.request import Request
 from mtplx.sampling import SamplerConfig, distribution_from_logits
@@ -87,6 +89,45 @@ def observed(name, depth, verifier, runs, length, vocabulary):
     return counts
 
 
+class Doubting(Pace):
+    """Ends a draft behind a token that was unlikely to be drawn."""
+
+    def to_try(self, rows, deepest):
+        return None
+
+    def chance(self, confidence=None):
+        return float(confidence is None or confidence >= 0.3)
+
+    def pays(self, rows, drafted, hopes):
+        return hopes[0] > 0
+
+
+def measure_by_ones(name, verifier, runs):
+    """Of drafts that end because of what they hold; in small batches, where that is one row's.
+
+    Half of the requests are alone, half have one beside them whose depth is fixed.
+
+    Returns:
+        The smallest p-value, of whole texts and of how they begin, where fewer cells show more.
+    """
+    length, vocabulary = 4, 4
+    trunk = model(vocabulary)
+    head = tiny.attached(trunk)
+    counts = np.zeros([2] + [vocabulary] * length, dtype=int)
+    for seed in range(runs):
+        free = Request(PROMPT, SETTINGS[name], seed, length, 3, verifier=verifier, adaptive=True)
+        fixed = dataclasses.replace(free, seed=runs + seed, depth=1, adaptive=False)
+        texts = [[], []][: 1 + seed % 2]
+        for bursts in Batch(trunk, head, [free, fixed][: len(texts)], Doubting()).run():
+            for burst in bursts:
+                texts[burst.index] += burst.tokens
+        for row, text in enumerate(texts):
+            counts[(row, *text)] += 1
+    joint = exact(name, length, vocabulary)
+    rests = [tuple(range(shown, length)) for shown in (2, 3, 4)]
+    return min(p_value(own.sum(rest), joint.sum(rest)) for own in counts for rest in rests)
+
+
 def p_value(counts, joint):
     """Of a chi-square test; cells expected fewer than five times are taken together."""
     order = joint.ravel().argsort()
@@ -147,6 +188,12 @@ TWO_CYCLES = {"length": 5, "vocabulary": 4}
 @pytest.mark.parametrize("verifier", VERIFIERS)
 def test_the_joint_distribution_over_two_cycles_is_the_targets(verifier):
     assert measure("hot", 2, verifier, 20_000, **TWO_CYCLES) > THRESHOLD
+
+
+# A coupled text is the same as without drafts: test_metamorphic.
+@pytest.mark.parametrize("verifier", ["token", "block"])
+def test_the_joint_distribution_is_the_targets_where_drafts_end_by_what_they_hold(verifier):
+    assert measure_by_ones("hot", verifier, 800) > THRESHOLD
 
 
 def test_the_measure_pools_rare_cells_and_refuses_impossible_ones():

@@ -278,8 +278,9 @@ def test_a_list_of_one_is_a_batch_and_none_is_none(llm: mtplx.LLM) -> None:
 
 
 def test_a_drawn_seed_is_told_and_gives_the_same_text(llm: mtplx.LLM) -> None:
-    first = llm.generate("hi", max_tokens=20)
-    again = llm.generate("hi", max_tokens=20, sampling=first.sampling, verifier=first.verifier)
+    first = llm.generate("hi", max_tokens=20, depth=2)
+    used = {"sampling": first.sampling, "verifier": first.verifier}
+    again = llm.generate("hi", max_tokens=20, depth=2, **used)  # type: ignore[call-overload]
     assert first.sampling.seed is not None
     assert again.token_ids == first.token_ids
 
@@ -293,10 +294,47 @@ def test_the_checkpoints_end_token_ends_the_text(llm: mtplx.LLM) -> None:
     assert "<|end|>" not in result.text
 
 
-def test_depth_defaults_to_what_the_head_recommends(llm: mtplx.LLM) -> None:
+def test_depth_defaults_to_what_the_head_recommends_where_the_text_is_wanted_again(
+    llm: mtplx.LLM,
+) -> None:
+    """And passes of different width may round differently, or the rule lets depth show."""
     result = llm.generate("hi", max_tokens=12, sampling=GREEDY)
     assert llm.depth == 3
     assert len(result.stats.drafted_by_position) == 3
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_depth_defaults_to_auto_where_it_cannot_show(
+    llm: mtplx.LLM, monkeypatch: pytest.MonkeyPatch, deterministic: bool
+) -> None:
+    monkeypatch.setattr(llm.trunk, "deterministic", deterministic)
+    seeded, hot = SamplerConfig(seed=1), SamplerConfig()
+    fixed = "auto" if deterministic else 3
+    assert llm.default_depth(hot) == llm.default_depth(hot, "token") == "auto"
+    assert llm.default_depth(seeded) == llm.default_depth(seeded, "coupled") == fixed
+    assert llm.default_depth(GREEDY) == llm.default_depth(GREEDY, "block") == fixed
+    assert llm.default_depth(seeded, "block") == llm.default_depth(seeded, "token") == 3
+
+
+def test_auto_is_a_depth(llm: mtplx.LLM) -> None:
+    sampling = SamplerConfig(seed=7, temperature=1.2, logit_bias={END: -float("inf")})
+    plain = llm.generate("hello", max_tokens=60, depth=0, sampling=sampling)
+    result = llm.generate("hello", max_tokens=60, depth="auto", sampling=sampling)
+    assert result.token_ids == plain.token_ids
+    pieces = list(llm.stream("hello", max_tokens=60, depth="auto", sampling=sampling))
+    assert [token for piece in pieces for token in piece.token_ids] == plain.token_ids
+    batch = llm.generate(["hello", "you"], max_tokens=20, depth="auto", sampling=sampling)
+    assert batch[0].token_ids == plain.token_ids[:20]
+    assert 0 < len(result.stats.drafted_by_position) <= 7
+
+
+def test_a_model_learns_its_pace_over_all_its_texts(llm: mtplx.LLM) -> None:
+    before = llm.pace.chance()
+    llm.generate("hello", max_tokens=40, depth="auto", sampling=GREEDY)
+    assert llm.pace.chance() != before
+    known = llm.pace.chance()
+    llm.generate("hello", max_tokens=40, depth=3, sampling=GREEDY)
+    assert llm.pace.chance() == known
 
 
 def test_a_stop_token_ends_the_text_and_is_emitted(llm: mtplx.LLM) -> None:
@@ -319,8 +357,9 @@ def test_the_end_of_the_context_is_a_length(tmp_path: Path) -> None:
     [
         ({"max_tokens": 0}, "max_tokens must be an integer of 1 or more, got 0"),
         ({"max_tokens": 2.5}, "max_tokens must be an integer of 1 or more, got 2.5"),
-        ({"depth": -1}, "depth must be an integer of 0 or more, got -1"),
-        ({"depth": True}, "depth must be an integer of 0 or more, got True"),
+        ({"depth": -1}, 'depth must be an integer of 0 or more, or "auto", got -1'),
+        ({"depth": True}, 'depth must be an integer of 0 or more, or "auto", got True'),
+        ({"depth": "deep"}, "depth must be an integer of 0 or more, or \"auto\", got 'deep'"),
         ({"sampling": SamplerConfig(logit_bias={999: 1.0})}, "logit_bias names token 999"),
         ({"sampling": SamplerConfig(banned_tokens=[999])}, "banned_tokens names token 999"),
         ({"sampling": SamplerConfig(forced_tokens=[1, 999])}, "forced_tokens names token 999"),
@@ -356,6 +395,8 @@ def test_without_head_nothing_is_drafted(directories: tuple[Path, Path]) -> None
     llm = mtplx.load(directories[0], dtype="float32")
     assert (llm.head, llm.depth) == (None, 0)
     assert llm.generate("hi", max_tokens=4).stats.drafted_by_position == []
+    assert llm.default_depth(SamplerConfig()) == 0
+    assert llm.generate("hi", max_tokens=4, depth="auto").stats.drafted_by_position == []
     with pytest.raises(mtplx.MtplxError, match="no MTP head to draft with; use depth 0"):
         llm.generate("hi", depth=2)
 

@@ -10,10 +10,12 @@ import itertools
 
 import numpy as np
 import pytest
+import scheduled
 import tiny
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from mtplx.drafters.pace import Pace
 from mtplx.engine.decoding import Batch
 from mtplx.engine.request import Request
 from mtplx.sampling import SamplerConfig
@@ -87,6 +89,7 @@ def requests(draw, verifiers=tuple(VERIFIERS), to_be_paused=False):
 coupled_requests = requests(verifiers=["coupled"])
 head_numbers = st.integers(0, len(HEADS) - 1)
 depths = st.integers(0, 4)
+schedules = st.lists(st.integers(0, 7), min_size=1, max_size=5)
 
 
 def hot(verifier, **others):
@@ -201,6 +204,16 @@ def test_every_bit_of_the_seed_does_matter(verifier, depth, bit):
     assert first != second
 
 
+@settings(max_examples=25)
+@given(requests(), st.lists(requests(), min_size=1, max_size=3), schedules)
+@example(hot("token"), CROWD[:2], [0, 5, 2])
+@example(hot("block"), CROWD[:3], [0, 0, 7, 1])
+def test_neighbours_that_choose_their_depths_do_not_matter(one, others, schedule):
+    others = [dataclasses.replace(other, depth=7, adaptive=True) for other in others]
+    batch = Batch(TRUNK, HEADS[0], [*others, one], scheduled.Scheduled(schedule))
+    assert texts(batch)[-1] == text(HEADS[0], one)
+
+
 # --- Coupled requests -----------------------------------------------------------------------------
 
 
@@ -228,6 +241,17 @@ def test_the_depth_of_a_coupled_request_may_change_on_the_way(one, head, schedul
         written += bursts[0].tokens
         slot.request = dataclasses.replace(one, depth=depth)
     assert written == plain(one)
+
+
+@settings(max_examples=25)
+@given(coupled_requests, head_numbers, st.lists(coupled_requests, max_size=2), schedules)
+@example(hot("coupled"), 0, [], [0, 3])
+@example(hot("coupled"), 1, [hot("coupled")], [0, 0, 7, 1])
+def test_a_coupled_request_may_choose_its_depth(one, head, fixed, schedule):
+    """By a plan, and by the times that its cycles really take, whatever those are."""
+    free = dataclasses.replace(one, depth=7, adaptive=True)
+    for pace in (scheduled.Scheduled(schedule), Pace(2)):
+        assert texts(Batch(TRUNK, HEADS[head], [free, *fixed], pace))[0] == plain(one)
 
 
 @settings(max_examples=25)

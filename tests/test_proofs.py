@@ -386,6 +386,28 @@ def test_noise_by_position_is_enough_for_the_other_verifiers(ending_apart, kind)
         assert distance(it, two_cycles(it, verify, noise), cycles=2) == 0
 
 
+@TOKEN_AND_BLOCK
+def test_depth_learned_from_void_drafts_needs_the_cycle_in_the_noises_key(ending_apart, verify):
+    """The second cycle drafts or not by the first one's last draft, which was perhaps void.
+
+    With noise by position alone the choice would say something about what is then drafted there.
+    """
+    half, skew = [Fraction(1, 2)] * 2, [Fraction(1, 4), Fraction(3, 4)]
+    texts = world("random", 2, 2, cycles=2).target
+    it = World(2, 2, dict.fromkeys(texts, half), dict.fromkeys(texts, skew))
+
+    def law(noise):
+        def run(rng):
+            draft, first = cycle(it, (), noise(rng, 0), verify)
+            then = it if draft[-1] else replace(it, depth=0)
+            return first + cycle(then, first, noise(rng, len(first)), verify)[1]
+
+        return Outcomes().law(run)
+
+    assert distance(it, law(NoiseByPosition), cycles=2) > Fraction(1, 100)
+    assert distance(it, law(NoiseByPositionAndCycle), cycles=2) == 0
+
+
 # --- Coupled --------------------------------------------------------------------------------------
 
 

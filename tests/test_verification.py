@@ -340,6 +340,16 @@ def test_noise_belongs_to_the_positions_after_the_pending_token():
     np.testing.assert_array_equal(plain.emit[0], uniforms(7, [4], Purpose.EMIT))
 
 
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_the_noise_of_an_adaptive_row_belongs_to_its_cycle_as_well(rule):
+    rows = Noise([7, 7, 7], [3, 3, 3], [rule, "token", "block"], 3, CPU, [True, False, False])
+    fixed = Noise([7], [3], ["token"], 3, CPU)
+    for name in ("draft", "accept", "emit"):
+        adaptive, token, block = getattr(rows, name).tolist()
+        assert adaptive == block != token
+        assert token == getattr(fixed, name)[0].tolist()
+
+
 def test_the_noise_of_a_block_belongs_to_its_cycle_as_well():
     first, second = (Noise([7], [at], ["block"], 3, CPU) for at in (3, 4))
     for name in ("draft", "accept", "emit"):

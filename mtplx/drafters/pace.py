@@ -204,16 +204,15 @@ class Pace:
         """
         with self._lock:
             times = self._of(rows)
-            usual = times.usual() if times.begun else times.recent[0]
-            deeper, shallower = usual + 1, max(usual - 1, 0)
             if not times.begun:
-                near = (usual, deeper, shallower, 0)
+                usual = times.recent[0]
+                near = (usual, usual + 1, max(usual - 1, 0), 0)
                 return min(near[times.cycles % len(near)], deepest)
             turn, due = divmod(times.cycles, AGAIN)
             if due:
                 return None
-            if usual == DEEPEST:
-                deeper = shallower
+            usual = times.usual()
+            deeper, shallower = usual + 1 if usual < DEEPEST else usual - 1, usual - 1
             depth = (deeper, shallower, deeper, 0)[turn % 4] if usual else 1
             return None if depth in times.recent else min(depth, deepest)
 

@@ -22,7 +22,8 @@ class Request:
         seed: of this request's noise.
         max_tokens: most tokens to emit.
         depth: drafted tokens per cycle; 0 is plain decoding.
-        adaptive: draft fewer where more would not pay, so that `depth` is only the most.
+        adaptive: draft fewer where more would not pay, so that `depth` is only the most. What pays
+            depends on times, so only a `coupled` text can then be had again by its seed.
         stop_ids: tokens that end the text; the one that does is emitted.
         verifier: the rule that keeps or replaces what was drafted.
         grammar: begins a constraint on the text, behind its forced tokens; None for none.

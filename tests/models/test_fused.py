@@ -4,6 +4,7 @@ import copy
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import scheduled
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
@@ -308,6 +309,13 @@ def test_a_texts_tokens_do_not_depend_on_the_depth_or_the_neighbours(verifier):
     expected = [texts(0, [prompt])[0] for prompt in prompts]
     for depth in (1, 2, 4):
         assert texts(depth, prompts) == expected
+
+
+def test_postponed_refills_show_in_no_draft():
+    trunk, _ = beside_a_head()
+    head = attach(eagle3(), trunk)
+    assert type(head) is FusedHead
+    scheduled.assert_postponed_refills_show_nowhere(trunk, head, [(3, 1, 4), (1, 5, 9, 2), (3,)])
 
 
 def test_what_the_kernels_cannot_run_is_named():
