@@ -106,12 +106,16 @@ def speed_figures(rows, way, base):
     }
 
 
+def depth_of(text):
+    return text if text == "auto" else int(text)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--head")
     parser.add_argument("--quantize", nargs="+", default=["none"], help="for --speed, one or more")
-    parser.add_argument("--depth", type=int, nargs="+", default=[3])
+    parser.add_argument("--depth", type=depth_of, nargs="+", default=[3])
     parser.add_argument("--temperature", type=float, default=0.6)
     parser.add_argument("--top-p", type=float, default=0.95)
     parser.add_argument("--top-k", type=int, default=20)

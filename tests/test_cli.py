@@ -608,6 +608,7 @@ def test_quantities(number: float, words: str) -> None:
 # --- the default model -----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_the_default_model_answers_and_nothing_else_is_said() -> None:
     done = subprocess.run(

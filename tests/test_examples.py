@@ -35,6 +35,7 @@ def test_examples_with_a_model(
     assert promise in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_reference_agrees_with_itself(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -179,6 +179,7 @@ def test_without_llguidance_it_is_asked_for(monkeypatch):
 # --- Whole texts ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verifier", ["coupled", "block", "token"])
 def test_every_text_is_what_was_asked_for(llm, verifier):
     spec, prompts = GrammarSpec.json_schema(SCHEMA), ["hi", "what", "why", "who"]

@@ -185,6 +185,7 @@ def resumed(one, cycles, heads):
 pauses = st.lists(st.integers(1, 5), min_size=1, max_size=3)
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(requests(to_be_paused=True), pauses)
 @example(hot("token"), [2])
@@ -194,6 +195,7 @@ def test_a_pause_between_two_cycles_does_not_matter(one, cycles):
     assert resumed(one, cycles, HEADS[:1]) == text(HEADS[0], one)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bit", [0, 31, 32, 63])
 @pytest.mark.parametrize("depth", [0, 3])
 @pytest.mark.parametrize("verifier", VERIFIERS)

@@ -6,6 +6,7 @@ from faults import FAULTS
 CHECKS = list(dict.fromkeys(fault.found_by for fault in FAULTS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
 def test_a_check_passes_where_there_is_no_fault(check):
     check()

@@ -42,6 +42,7 @@ def fresh(load):
     return answer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [0, 2, "auto"])
 @pytest.mark.parametrize("before", [0, 2, "auto"])
 def test_a_conversation_goes_on_as_if_it_were_read_anew(load, fresh, before, depth):

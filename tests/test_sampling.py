@@ -359,6 +359,7 @@ def test_the_likeliest_token_may_be_untypical():
     np.testing.assert_allclose(law, [0.75, 0.25, 0, 0], rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_forbidding_settings_equal_transformers():
     rng = np.random.default_rng(5)
     seen = {"banned": 0, "early": 0, "late": 0, "repeated": 0}

@@ -66,6 +66,7 @@ def test_an_exact_verifier_passes(llm, verifier):
     assert 0 < audit.smallest_seen < 0.25
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sampling",
     [
@@ -130,6 +131,7 @@ def test_every_planted_fault_is_found(llm, fault):
     assert {test.sample for test in audit.failures} == {SPECULATION}
 
 
+@pytest.mark.slow
 def test_a_wrong_bonus_is_found_where_it_is(llm):
     audit = measure(llm, fault="bonus-from-q", samples=1000)
     assert audit.failures[0].group == "bonus"
@@ -137,6 +139,7 @@ def test_a_wrong_bonus_is_found_where_it_is(llm):
     assert groups["bonus"].distance.low > groups["after 0 kept"].distance.high
 
 
+@pytest.mark.slow
 def test_a_faulty_verifier_without_its_fault_is_the_token_rule(llm, monkeypatch):
     """What the faults are found by is the fault, and not how they are planted."""
     monkeypatch.setitem(FAULTS, "none", "")

@@ -139,6 +139,7 @@ class TheirMtp:
         return logits[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_at_depth_one_the_drafted_logits_are_those_of_mtp_model(directory, loaded, sampling):
     trunk, head, _ = loaded
@@ -196,6 +197,7 @@ class StraightLine:
         return torch.stack(rows)
 
 
+@pytest.mark.slow
 def test_deeper_drafts_are_those_of_a_reference_without_caches(directory, loaded):
     trunk, head, _ = loaded
     reference = StraightLine(directory)
@@ -237,6 +239,7 @@ def counting(source, tensors):
             tensor.fill_(1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ["token", "hidden"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_head_that_knows_the_text_has_every_draft_kept(tmp_path, family, source):
@@ -292,6 +295,7 @@ def test_a_checkpoint_in_one_file_loads_too_and_without_a_network(tmp_path, fami
     assert texts == decode(trunk, None, PROMPTS, 0)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(kernels.find() is None, reason="the kernels are not built")
 @pytest.mark.parametrize("own", [False, True])
 def test_a_trunk_in_tiles_has_the_same_head(tmp_path, loaded, own):
@@ -318,6 +322,7 @@ def test_a_trunk_in_tiles_has_the_same_head(tmp_path, loaded, own):
     assert decode(trunk, head, PROMPTS, 2)[0] == decode(trunk, None, PROMPTS, 0)[0]
 
 
+@pytest.mark.slow
 def test_the_drafts_do_not_depend_on_the_trunks_kind_of_attention(directory, loaded):
     checkpoint = Checkpoint("tiny", directory)
     model = load_model(checkpoint, torch.float32)
@@ -372,6 +377,7 @@ def test_a_promise_by_either_name_is_a_note(tmp_path, key):
     assert (mtp.kind, mtp.layers) == ("missing", 2)
 
 
+@pytest.mark.slow
 def test_the_first_of_several_layers_drafts_and_a_note_says_so(tmp_path, directory, loaded):
     tiny_native.write(tmp_path, loaded[0].config.model_type, mtp_layers=2)
     trunk, head, notes = load(tmp_path)

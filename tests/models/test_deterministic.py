@@ -154,6 +154,7 @@ def test_any_composition(trunk, expected, data):
         lengths = [min(n + k, LENGTH - 1) for n, k in zip(lengths, kept, strict=True)]
 
 
+@pytest.mark.slow
 def test_a_whole_text(trunk, expected):
     output = trunk.read(TEXTS, TAPS)
     assert torch.equal(output.hidden, expected.hidden)
@@ -170,6 +171,7 @@ def test_dropping_rows(trunk, expected):
     assert same(part(output, 1, 0, 3), part(expected, 2, 20, 23))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_it_is_still_the_same_model(family):
     usual, ours = Trunk(make(FAMILIES[family])), DeterministicTrunk(make(FAMILIES[family]))
@@ -259,6 +261,7 @@ def place_dependent():
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "reason"),
     [

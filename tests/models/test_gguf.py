@@ -621,6 +621,7 @@ def default_tokenizer(default_file):
     return gguf.load_tokenizer(default_file)
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_default_weights_equal_an_independent_reading(default_file):
     model = gguf.load_model(default_file, torch.float32)

@@ -74,6 +74,7 @@ def test_openings_are_whole_and_end_in_no_space():
     assert all("{document}" in task for task in openings.TASKS)
 
 
+@pytest.mark.slow
 def test_any_number_can_be_written(author):
     for count in (1, 2, 5):
         assert len(author.write(count, silent)) == count
@@ -225,6 +226,7 @@ def begin(model, out, *, write=48, text=(), resume=False, stop_at=None, **change
     return stages
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_every_stage(model, tmp_path, short, monkeypatch):
     monkeypatch.setattr(recipe, "ROUND", 16)
     begin(model, tmp_path / "whole")
