@@ -43,11 +43,11 @@ FADING_TIME = 0.995
 FADING_RATE = 0.98
 """What the tokens and the time of a cycle count after one more."""
 
-FADING_TRUST = 0.97
+FADING_TRUST = 0.98
 """What a text's draft counts after one more cycle: texts change sooner than models, and one that
 is no longer drafted for is given another chance."""
 
-PRIOR = 4.0
+PRIOR = 8.0
 """Drafts of a text that are taken to have fared as usual."""
 
 
