@@ -357,7 +357,10 @@ def settings_of_another_row(right, shaper, rows):
 
 @around(SlotCache, "keep_rows")
 def cache_of_another_row(right, cache, rows):
-    right(cache, torch.arange(len(rows)))
+    """Where slots are dropped; a prompt that is read once goes to all that have it."""
+    slots = {len(layer.keys) for layer in cache.slots.values()}
+    drops = any(len(rows) < count for count in slots)
+    right(cache, torch.arange(len(rows)) if drops else rows)
 
 
 # --- The list -------------------------------------------------------------------------------------

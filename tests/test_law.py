@@ -159,9 +159,9 @@ def measure(name, depth, verifier, runs, length=None, vocabulary=VOCAB):
     [
         ("token", 1, 200_000),
         ("token", 2, 200_000),
-        ("block", 2, 60_000),
-        ("coupled", 1, 60_000),
-        ("coupled", 2, 60_000),
+        ("block", 2, 40_000),
+        ("coupled", 1, 30_000),
+        ("coupled", 2, 30_000),
     ],
 )
 def test_the_joint_distribution_is_the_targets(name, verifier, depth, runs):
