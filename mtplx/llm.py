@@ -288,7 +288,7 @@ class LLM:
         tokens: list[list[int]] = [[] for _ in requests]
         entries: list[list[TokenLogprobs]] = [[] for _ in requests]
         last: dict[int, Burst] = {}
-        batch = self._batch(requests, sampling)
+        batch = self._batch(requests)
         for bursts in batch.run():
             for burst in bursts:
                 tokens[burst.index] += burst.tokens
@@ -333,16 +333,19 @@ class LLM:
             prompt, max_tokens, depth, sampling, verifier, raw, stops, begin, logprobs, 0
         )
         # Made here, so that what is wrong with the request is said now and not at the first piece.
-        return self._pieces(self._batch([request], sampling), request)
+        return self._pieces(self._batch([request]), request)
 
-    def _batch(self, requests: Sequence[Request], sampling: SamplerConfig | None) -> Batch:
+    def _batch(self, requests: Sequence[Request]) -> Batch:
         """With what the last text left, if it may show.
 
-        Read in other company, a trunk that is not deterministic rounds the same tokens otherwise;
-        where a seed asks for the same text again, it is read as it was the first time.
+        Read in other company, a trunk that is not deterministic rounds the same tokens otherwise,
+        and so does a head; where the same text is asked for again, all is read as it was the first
+        time.
         """
-        seed = (sampling or self.default_sampling).seed
-        may = self.trunk.deterministic or seed is None
+        greedy = requests[0].sampling.temperature == 0
+        again = greedy or requests[0].sampling.seed is not None
+        apart = greedy or requests[0].verifier == "coupled"
+        may = not again or (self.trunk.deterministic and apart)
         return Batch(self.trunk, self.head, requests, self.pace, self._prefix if may else None)
 
     def _pieces(self, batch: Batch, request: Request) -> Iterator[Piece]:
@@ -406,7 +409,11 @@ class LLM:
                 f"logprobs must be an integer from 0 to {MOST_LOGPROBS}, or None for no "
                 f"log-probabilities, got {logprobs!r}"
             )
-        seed = fresh_seed() if sampling.seed is None else (sampling.seed + row) % 2**64
+        rule = verifier or default_verifier(sampling)
+        # A depth that is learned remembers what a seed's numbers came to in an earlier text. By a
+        # rule that looks at the draft they would no longer be random in a second one.
+        drawn = sampling.seed is None or (adaptive and rule != "coupled")
+        seed = fresh_seed() if drawn else ((sampling.seed or 0) + row) % 2**64
         return Request(
             prompt=tuple(self.encode(prompt, raw)),
             sampling=sampling,
@@ -415,7 +422,7 @@ class LLM:
             depth=int(depth),
             adaptive=adaptive,
             stop_ids=frozenset([*self.defaults.eos_token_ids, *stop_token_ids]),
-            verifier=verifier or default_verifier(sampling),
+            verifier=rule,
             grammar=grammar,
             logprobs=None if logprobs is None else int(logprobs),
         )

@@ -277,6 +277,20 @@ def test_a_list_of_one_is_a_batch_and_none_is_none(llm: mtplx.LLM) -> None:
     assert llm.generate([]) == []
 
 
+def test_a_seed_is_used_once_where_depths_are_learned_and_the_rule_looks_at_them(
+    llm: mtplx.LLM,
+) -> None:
+    """What was learned from its numbers must not meet them again."""
+    seeded = SamplerConfig(seed=5, temperature=1.2)
+    for verifier in ("token", "block"):
+        settings: dict[str, Any] = {"max_tokens": 6, "sampling": seeded, "verifier": verifier}
+        used = {llm.generate("hi", depth="auto", **settings).sampling.seed for _ in range(3)}
+        assert len(used) == 3 and 5 not in used
+        assert llm.generate("hi", depth=2, **settings).sampling.seed == 5
+    coupled = llm.generate("hi", depth="auto", max_tokens=6, sampling=seeded)
+    assert (coupled.sampling.seed, coupled.verifier) == (5, "coupled")
+
+
 def test_a_drawn_seed_is_told_and_gives_the_same_text(llm: mtplx.LLM) -> None:
     first = llm.generate("hi", max_tokens=20, depth=2)
     used = {"sampling": first.sampling, "verifier": first.verifier}

@@ -80,6 +80,11 @@ class HeadSlots:
                 the pass is committed.
         """
         self.catch_up()
+        self._read(output, following, span, last)
+
+    def _read(
+        self, output: TrunkOutput, following: Tensor, span: Span, last: Sequence[int] | Tensor
+    ) -> None:
         result = self.head.step(following, self.head.features(output), span, self.cache)
         index = torch.as_tensor(last, device=result.device)
         newest = result[torch.arange(len(last), device=result.device), index.clamp_min(0)]
@@ -109,7 +114,6 @@ class HeadSlots:
         if not self._postponed:
             return
         outputs, following, spans = zip(*self._postponed, strict=True)
-        self._postponed = []
         aux = [output.aux for output in outputs if output.aux is not None]
         output = TrunkOutput(
             torch.cat([output.hidden for output in outputs], 1),
@@ -117,7 +121,9 @@ class HeadSlots:
             None,
         )
         last = [len(outputs) - 1] * len(following[0])
-        self.refill(output, torch.cat(following, 1), Span.joined(spans), last)
+        self._read(output, torch.cat(following, 1), Span.joined(spans), last)
+        # Last: what is interrupted is made up for once more.
+        self._postponed = []
 
     def draft(
         self,

@@ -113,6 +113,7 @@ class Times:
         # A cycle without a draft also saves what any draft takes, whatever its depth.
         self._plain, self._drafting = Line(), Line()
         self._gained = self._spent = 0.0
+        self._least = float("inf")
 
     @property
     def begun(self) -> bool:
@@ -126,7 +127,9 @@ class Times:
     def took(self, depth: int, seconds: float, tokens: int) -> None:
         """Take in a cycle."""
         if self.begun:
-            self._count(depth, min(seconds, OUTLIER * self._expected(depth)), tokens)
+            # A line may promise less than any cycle took, or less than nothing.
+            expected = max(self._expected(depth), self._least)
+            self._count(depth, min(seconds, OUTLIER * expected), tokens)
         else:
             # The very first of all cycles are slower than any later one.
             self._first.append((depth, seconds, tokens))
@@ -138,6 +141,7 @@ class Times:
                 self._count(was, min(time, limit), gave)
 
     def _count(self, depth: int, seconds: float, tokens: int) -> None:
+        self._least = min(self._least, seconds)
         self._plain.fade()
         self._drafting.fade()
         (self._drafting if depth else self._plain).add(depth, seconds)

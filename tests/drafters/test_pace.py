@@ -268,3 +268,23 @@ def test_only_what_was_decided_is_learned():
     after = [pace.chance(c) for c in (0.95, 0.55, 0.35, 0.15)]
     assert after[0] > before[0] and after[1] < before[1]
     assert after[2:] == before[2:]
+
+
+def test_times_that_bend_do_not_run_away():
+    """A line through the first cycles may promise less than nothing for the depth below them."""
+    pace = Pace(3)
+    first = {0: 4e-3, 2: 3.2e-3, 3: 6e-3, 4: 12e-3}
+    for _ in range(2000):
+        depth = pace.to_try(1, DEEPEST)
+        if depth is None:
+            depth = 0
+            while depth < DEEPEST and pace.pays(1, depth, [0.7 ** (depth + 1)]):
+                depth += 1
+        seconds = (
+            first[depth] if not pace._of(1).begun else 4e-3 + (1e-3 + 3e-4 * depth) * (depth > 0)
+        )
+        pace.took(1, depth, seconds, 1 + depth // 2)
+    times = pace._of(1)
+    assert 0 <= times.slope < 2e-3
+    assert 3e-3 < times._expected(1) < 9e-3
+    assert 0 < times.rate < 1000
