@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json as json_format
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from mtplx.cli import options, show
@@ -20,7 +18,6 @@ from mtplx.sampling import SamplerConfig, Verifier
 
 if TYPE_CHECKING:
     from mtplx.audit.run import Audit
-    from mtplx.audit.run import Progress as Report
     from mtplx.llm import LLM
 
 FAILED = 1
@@ -264,7 +261,7 @@ def _own(
     settings: dict[str, Any] = {"depth": depth}
     if depth:
         settings["verifier"] = verifier
-    with _progress() as report:
+    with show.stages() as report:
         return audit(
             engine,
             llm.trunk,
@@ -303,7 +300,7 @@ def _transformers(
     settings: dict[str, Any] = {} if mode == "plain" else {"depth": depth}
     if assistant is not None:
         settings |= {"assistant": assistant}
-    with _progress() as report:
+    with show.stages() as report:
         return audit(
             engine,
             llm.trunk,
@@ -332,7 +329,7 @@ def _endpoint(
 
     depth = 3 if depth is None else depth
     engine = Endpoint(address, model, prompts, sampling, seeded=seed is not None)
-    with _progress() as report:
+    with show.stages() as report:
         return audit(
             engine,
             None,
@@ -360,28 +357,6 @@ def _settings(sampling: SamplerConfig, seed: int | None) -> dict[str, Any]:
 def _place(llm: LLM) -> dict[str, Any]:
     kind = str(llm.trunk.dtype).removeprefix("torch.")
     return {"dtype": kind, "device": str(llm.trunk.device)}
-
-
-@contextmanager
-def _progress() -> Iterator[Report]:
-    """A bar for each stage of the work, on a terminal."""
-    bars = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed:.0f}/{task.total:.0f}"),
-        TimeElapsedColumn(),
-        console=show.console(),
-        disable=not sys.stderr.isatty(),
-    )
-    stages: dict[str, TaskID] = {}
-
-    def report(what: str, done: int, total: int) -> None:
-        if what not in stages:
-            stages[what] = bars.add_task(what, total=total)
-        bars.update(stages[what], completed=done)
-
-    with bars:
-        yield report
 
 
 def _table(audit: Audit) -> Table:

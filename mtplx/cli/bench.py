@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json as json_format
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from mtplx.bench import peers
@@ -23,7 +20,6 @@ from mtplx.sampling import SamplerConfig, Verifier
 
 if TYPE_CHECKING:
     from mtplx.bench.run import Bench, Row, Spread
-    from mtplx.bench.run import Progress as Report
     from mtplx.llm import Depth
 
 WIDE = 140
@@ -119,7 +115,7 @@ def bench(
         max_tokens=max_tokens,
         threads=threads,
     )
-    with _progress() as report:
+    with show.stages(a_second=1) as report:  # drawing takes from what is measured
         found = measure(plan, report)
 
     # The files last: where they cannot be written, the work is not lost.
@@ -184,30 +180,6 @@ def _check_outputs(json: Path | None, plots: Path | None) -> None:
         if find_spec("matplotlib") is None:
             raise MtplxError("--plots needs matplotlib: pip install 'mtplx[bench]'")
         plots.mkdir(parents=True, exist_ok=True)
-
-
-@contextmanager
-def _progress() -> Iterator[Report]:
-    """A bar for each stage of the work, on a terminal."""
-    bars = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed:.0f}/{task.total:.0f}"),
-        TimeElapsedColumn(),
-        console=show.console(),
-        disable=not sys.stderr.isatty(),
-        # Less often than usual: it takes time from what is measured.
-        refresh_per_second=1,
-    )
-    stages: dict[str, TaskID] = {}
-
-    def report(what: str, done: int, total: int) -> None:
-        if what not in stages:
-            stages[what] = bars.add_task(what, total=total)
-        bars.update(stages[what], completed=done)
-
-    with bars:
-        yield report
 
 
 def _table(found: Bench, temperature: float) -> Table:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from mtplx.sampling import SamplerConfig
@@ -20,6 +21,35 @@ if TYPE_CHECKING:
 def console() -> Console:
     """A console on stderr as it is now."""
     return Console(stderr=True, highlight=False)
+
+
+@contextmanager
+def stages(a_second: float = 10) -> Iterator[Callable[[str, int, int], None]]:
+    """A bar for each stage of a work, on a terminal.
+
+    Args:
+        a_second: how often the bars are drawn.
+    Yields:
+        What is to be told of a stage: its name, how far it is, and of how much.
+    """
+    bars = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+        TimeElapsedColumn(),
+        console=console(),
+        disable=not sys.stderr.isatty(),
+        refresh_per_second=a_second,
+    )
+    begun: dict[str, TaskID] = {}
+
+    def report(what: str, done: int, total: int) -> None:
+        if what not in begun:
+            begun[what] = bars.add_task(what, total=total)
+        bars.update(begun[what], completed=done)
+
+    with bars:
+        yield report
 
 
 @contextmanager
