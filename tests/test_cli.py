@@ -396,6 +396,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_quietly(tiny: list[object]) -> None:
     done = subprocess.run(
         [sys.executable, "-c", INTERRUPTED, "generate", "hi", *map(str, tiny), *WARM],
@@ -405,6 +406,7 @@ def test_ctrl_c_ends_quietly(tiny: list[object]) -> None:
     assert (done.returncode, done.stderr) == (130, b"")
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_ends_quietly(tiny: list[object]) -> None:
     process = subprocess.Popen(
         [*COMMAND, "generate", "hi", *map(str, tiny), "-n", "500", "--temperature", "5"],

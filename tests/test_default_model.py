@@ -99,7 +99,7 @@ def test_bfloat16_differs_only_where_rounding_decides(default_model):
 @pytest.mark.parametrize(
     ("settings", "count", "length"),
     [
-        pytest.param({"dtype": "bfloat16"}, 3, 40, id="torch"),
+        pytest.param({"dtype": "bfloat16"}, 3, 24, id="torch"),
         pytest.param({"quantize": "file"}, 10, 100, id="kernels", marks=needs_kernels),
     ],
 )

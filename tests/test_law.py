@@ -21,6 +21,9 @@ from mtplx.engine.decoding import Batch
 from mtplx.engine.request import Request
 from mtplx.sampling import SamplerConfig, distribution_from_logits
 
+# Texts by the hundred thousand, by lines that other tests count, take twice as long when traced.
+pytestmark = pytest.mark.no_cover
+
 VOCAB = 5
 PROMPT = (1, 3, 0)
 ROWS = 2_500  # of a batch
@@ -191,6 +194,7 @@ def test_the_joint_distribution_over_two_cycles_is_the_targets(verifier):
 
 
 # A coupled text is the same as without drafts: test_metamorphic.
+@pytest.mark.slow
 @pytest.mark.parametrize("verifier", ["token", "block"])
 def test_the_joint_distribution_is_the_targets_where_drafts_end_by_what_they_hold(verifier):
     assert measure_by_ones("hot", verifier, 800) > THRESHOLD

@@ -145,6 +145,7 @@ def test_neighbours_do_not_matter(one, others, place):
     assert together[min(place, len(others))] == text(HEADS[0], one)
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(
     st.lists(requests(), min_size=2, max_size=5).flatmap(
@@ -245,6 +246,7 @@ def test_the_depth_of_a_coupled_request_may_change_on_the_way(one, head, schedul
     assert written == plain(one)
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(coupled_requests, head_numbers, st.lists(coupled_requests, max_size=2), schedules)
 @example(hot("coupled"), 0, [], [0, 3])

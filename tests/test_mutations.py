@@ -3,16 +3,16 @@
 import pytest
 from faults import FAULTS
 
+pytestmark = [pytest.mark.slow, pytest.mark.no_cover]
+
 CHECKS = list(dict.fromkeys(fault.found_by for fault in FAULTS))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
 def test_a_check_passes_where_there_is_no_fault(check):
     check()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_fault_is_found(fault, monkeypatch):
     fault.plant(monkeypatch)

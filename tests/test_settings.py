@@ -158,6 +158,7 @@ def test_a_coupled_text_is_the_same_at_every_depth(trunk, heads, name):
 
 
 @pytest.mark.slow
+@pytest.mark.no_cover
 @every_case
 @pytest.mark.parametrize("verifier", ["token", "block"])
 def test_the_law_of_a_text_is_that_of_depth_0(trunk, heads, name, verifier):
