@@ -90,9 +90,15 @@ def uniforms(
     Returns:
         float64, of the shape that all are broadcast to.
     """
-    seed, position, purpose, offset = (
-        np.asarray(x, dtype=np.uint64) for x in (seeds, positions, purposes, offsets)
-    )
+    arguments = [np.asarray(x, dtype=np.uint64) for x in (seeds, positions, purposes, offsets)]
+    if library := kernels.find():
+        given = np.empty((4, *np.broadcast(*arguments).shape), np.uint64)
+        for i, argument in enumerate(arguments):
+            given[i, ...] = argument
+        u = np.empty(given.shape[1:])
+        library.uniforms(given.ctypes.data, u.ctypes.data, u.size)
+        return u
+    seed, position, purpose, offset = arguments
     words = philox4x32(
         (position & _LOW, position >> np.uint64(32), purpose, offset),
         (seed & _LOW, seed >> np.uint64(32)),

@@ -76,6 +76,8 @@ class Distributions:
         width = self.p.shape[-1]
         if self.ids is None:
             return self.p.gather(-1, tokens.clamp_max(width - 1)) * (tokens < width)
+        if self.ids.ndim > 1 and tokens.shape[-1] == 1:
+            return (self.p * (self.ids == tokens)).sum(-1, keepdim=True)
         column = torch.searchsorted(self.ids.contiguous(), tokens.contiguous())
         column = column.clamp_max(width - 1)
         id_there = self.ids[column] if self.ids.ndim == 1 else self.ids.gather(-1, column)

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mtplx import kernels
+from mtplx.kernels import Kernels
 from mtplx.randomness import Purpose, exponentials, uniforms
 from mtplx.sampling import Verifier
 from mtplx.shaping import Distributions, wide
@@ -121,11 +123,21 @@ class Noise:
     def drafted(self, q: Distributions, position: int) -> Tensor:
         """A token of each row [B, C], for this position of the draft, from 0."""
         assert self.draft is not None
+        return self.chosen(q, self.draft, position)
+
+    def chosen(self, p: Distributions, u: Tensor, position: int) -> Tensor:
+        """A token of each row [B, C] at this position of the cycle, where no draft has a say.
+
+        Args:
+            p: the distributions.
+            u: the cycle's uniforms for it, [B, K + 1]; races have numbers of their own.
+            position: from 0.
+        """
         token = None
         if self.token is not None or self.block is not None:
-            token = draw(q, self.draft[:, position])
+            token = draw(p, u[:, position])
         if self.coupled is not None:
-            winner = self.winners(q.view(len(q.p), 1), position)[:, 0]
+            winner = self.winners(p.view(len(p.p), 1), position)[:, 0]
             token = _chosen(self.coupled, winner, token)
         assert token is not None
         return token
@@ -168,7 +180,24 @@ def draw(p: Distributions, u: Tensor) -> Tensor:
     Returns:
         [R] int64.
     """
-    return p.tokens(_column(p.p, u))
+    library = _kernels(p)
+    if library is None or p.ids is None or len(p.p) == 0:
+        return p.tokens(_column(p.p, u))
+    rows, width = p.p.shape
+    parts = p.p.contiguous(), p.ids.contiguous(), u.to(torch.float64)
+    token, probability = p.ids.new_empty(rows), p.p.new_empty(rows)
+    pointers = [part.data_ptr() for part in (*parts, token, probability)]
+    library.draw(*pointers, rows, width, parts[2].stride(0))
+    return token
+
+
+def _kernels(*rows: Distributions) -> Kernels | None:
+    """For rows whose filters leave few tokens, on a CPU: small operations would take longer."""
+    own = all(
+        row.p.device.type == "cpu" and row.ids is not None and row.ids.ndim == row.p.ndim
+        for row in rows
+    )
+    return kernels.find() if own else None
 
 
 def _column(weights: Tensor, u: Tensor) -> Tensor:
@@ -198,20 +227,21 @@ def verify(p: Distributions, draft: Draft, depths: Tensor, noise: Noise) -> Verd
         noise: of this cycle.
     """
     batch, depth = draft.tokens.shape
+    if depth == 0:
+        return Verdict(depths, noise.chosen(p[:, 0], noise.emit, 0), noise.emit[:, :0].float())
+    library = _kernels(p, draft.q) if noise.coupled is None else None
+    if library:
+        return _verify_in_c(library, p, draft, depths, noise)
     every = torch.arange(batch, device=depths.device)
     real = torch.arange(depth, device=depths.device) < depths[:, None]
     kept = token = probability = None
     if noise.token is not None or noise.block is not None:
-        kept, probability = torch.zeros_like(depths), noise.emit[:, :0]
-        if depth:
-            kept, weight, probability = _kept(p, draft, depths, real, noise)
+        kept, weight, probability = _kept(p, draft, depths, real, noise)
         last = p[every, kept]
-        weights = last.p
-        if depth:
-            left = last.minus(draft.q[every, kept.clamp_max(depth - 1)], weight)
-            # Nothing left means p = q up to rounding, where the target itself is the answer.
-            rejected = (kept < depths) & (left.sum(-1) > 0)
-            weights = torch.where(rejected[:, None], left, weights.to(left.dtype))
+        left = last.minus(draft.q[every, kept.clamp_max(depth - 1)], weight)
+        # Nothing left means p = q up to rounding, where the target itself is the answer.
+        rejected = (kept < depths) & (left.sum(-1) > 0)
+        weights = torch.where(rejected[:, None], left, last.p.to(left.dtype))
         token = last.tokens(_column(weights, noise.emit[every, kept]))
     if noise.coupled is not None:
         winners = noise.winners(p)
@@ -222,6 +252,29 @@ def verify(p: Distributions, draft: Draft, depths: Tensor, noise: Noise) -> Verd
         probability = _chosen(noise.coupled, same.to(noise.emit.dtype), probability)
     assert kept is not None and token is not None and probability is not None
     return Verdict(kept, token, probability.float())
+
+
+def _verify_in_c(
+    library: Kernels, p: Distributions, draft: Draft, depths: Tensor, noise: Noise
+) -> Verdict:
+    batch, depth = draft.tokens.shape
+    accept, emit, block = noise.accept, noise.emit, noise.block
+    assert p.ids is not None and draft.q.ids is not None and accept is not None
+    if block is None:
+        block = torch.zeros(batch, dtype=torch.bool)
+    given = (p.p, p.ids, draft.q.p, draft.q.ids, draft.tokens, depths)
+    # Held here, for a copy must outlive the call.
+    held = [part.contiguous() for part in given]
+    kept, token = depths.new_empty(batch), depths.new_empty(batch)
+    probability = p.p.new_empty(batch, depth)
+    weights = accept.new_empty(3 * (depth + 1))
+    parts = (*held, accept, emit, block, kept, token, probability, weights)
+    assert accept.stride(1) == emit.stride(1) == 1 and accept.dtype == torch.float64
+    library.verify(
+        *[part.data_ptr() for part in parts],
+        *(batch, depth, p.p.shape[-1], draft.q.p.shape[-1], accept.stride(0), emit.stride(0)),
+    )
+    return Verdict(kept, token, probability)
 
 
 def _kept(

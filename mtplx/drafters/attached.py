@@ -99,15 +99,15 @@ class FusedHead(AttachedHead):
         self._output = tiled(head.lm_head)
         self._fuse = tiled(head.fc)
         self._rotations = Rotations(head.rotary)
-        norms = (layer.input_layernorm, layer.hidden_norm)
-        self._norms = torch.stack([norm.weight.detach() for norm in norms])
-        self._epsilon = head.config.layer.rms_norm_eps
         self._layers = FusedLayers(
             library,
             head.config.layer,
             [parts],
             head.norm.weight,
             self._output,
+            trunk.embed.weight,
+            (layer.input_layernorm.weight, layer.hidden_norm.weight),
+            head.config.norm_before_residual,
         )
 
     def features(self, output: TrunkOutput) -> Tensor:
@@ -115,35 +115,28 @@ class FusedHead(AttachedHead):
         assert aux is not None, "the trunk must tap the head's layers"
         if self.head.input_norm is not None:
             aux = self.head.input_norm(aux)
-        fused: Tensor = self._fuse(aux)
-        return fused
+        return self._fuse.forward(aux)
 
     def new_cache(self, capacity: int) -> Any:
         return FusedSlots(self._layers, capacity, torch.bfloat16)
 
     @torch.inference_mode()
     def step(self, tokens: Tensor, hidden: Tensor, span: Span, cache: Any) -> Tensor:
-        # As `Layer.inputs`, both norms at once.
-        pair = torch.stack([self._embed(tokens).float(), hidden], -2)
-        inputs = F.rms_norm(pair, pair.shape[-1:], None, self._epsilon) * self._norms
-        residual = inputs[..., 1, :] if self.head.config.norm_before_residual else hidden
-        x = residual.clone(memory_format=torch.contiguous_format)
-        _, normed, _ = self._layers.run(
-            x,
-            self._rotations(span.positions, span.end),
+        passed = self._layers.run(
+            tokens,
+            self._rotations(span.end),
             span,
             cache,
-            inputs=inputs.flatten(-2),
+            states=hidden,
             with_normed=self.head.config.norm_output,
             with_logits=False,
         )
-        return x if normed is None else normed
+        return passed.stream if passed.normed is None else passed.normed
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        normed = hidden if self.head.config.norm_output else self.head.norm(hidden)
-        drafted: Tensor = self._output(normed)
-        return drafted
+        norm = None if self.head.config.norm_output else self.head.norm
+        return self._output.forward(hidden, norm)
 
 
 def attach(head: Eagle3Head, trunk: Trunk) -> AttachedHead:
@@ -156,6 +149,10 @@ def attach(head: Eagle3Head, trunk: Trunk) -> AttachedHead:
     """
     library = kernels.find() if trunk.device.type == "cpu" else None
     reference = trunk.dtype == torch.float32 and not isinstance(trunk, FusedTrunk)
-    if library and not reference and heads_misfit(head.config.layer, head.rotary) is None:
+    # Other classes may scale what they look up.
+    plain = (
+        type(trunk.embed) is nn.Embedding and heads_misfit(head.config.layer, head.rotary) is None
+    )
+    if library and not reference and plain:
         return FusedHead(head, trunk, library)
     return AttachedHead(head, trunk)

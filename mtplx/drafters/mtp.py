@@ -67,7 +67,7 @@ class HeadSlots:
         self._postponed: list[tuple[TrunkOutput, Tensor, Span]] = []
 
     def refill(
-        self, output: TrunkOutput, following: Tensor, span: Span, last: Sequence[int] | Tensor
+        self, output: TrunkOutput, following: Tensor, span: Span, last: Sequence[int]
     ) -> None:
         """Take in a trunk pass whose tokens are now known to be committed.
 
@@ -83,9 +83,12 @@ class HeadSlots:
         self._read(output, following, span, last)
 
     def _read(
-        self, output: TrunkOutput, following: Tensor, span: Span, last: Sequence[int] | Tensor
+        self, output: TrunkOutput, following: Tensor, span: Span, last: Sequence[int]
     ) -> None:
         result = self.head.step(following, self.head.features(output), span, self.cache)
+        if len(last) == 1 and last[0] >= 0:
+            self._hidden = result[:, last[0]]
+            return
         index = torch.as_tensor(last, device=result.device)
         newest = result[torch.arange(len(last), device=result.device), index.clamp_min(0)]
         if self._hidden is None:

@@ -296,7 +296,7 @@ class Batch:
         void = None if p.void is None else p.void.tolist()
         logprobs = self._logprobs(output, following)
         if self.head and depth:
-            self.head.refill(output, following, span, verdict.accepted)
+            self.head.refill(output, following, span, accepted)
         elif self.head:
             self.head.postpone(output, following, span)
 

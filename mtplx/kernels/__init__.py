@@ -47,6 +47,11 @@ class Decoder(Structure):
         ("layer", POINTER(Layer)),
         ("norm", c_void_p),
         ("output", Matrix),
+        ("embedding_type", c_int32),
+        ("residual_normed", c_int32),
+        ("embedding", c_void_p),
+        ("token_norm", c_void_p),
+        ("state_norm", c_void_p),
     ]
 
 
@@ -62,17 +67,22 @@ class Cache(Structure):
 
 class Pass(Structure):
     _fields_ = [
+        ("tokens", c_void_p),
+        ("states", c_void_p),
         ("x", c_void_p),
-        ("inputs", c_void_p),
         ("cos", c_void_p),
         ("sin", c_void_p),
-        ("places", c_void_p),
+        ("positions", c_void_p),
         ("streams", POINTER(c_void_p)),
         ("normed", c_void_p),
         ("logits", c_void_p),
         ("scratch", c_void_p),
         ("rows", c_int32),
+        ("first", c_int32),
+        ("width", c_int32),
         ("threads", c_int32),
+        ("turns", c_int32),
+        ("stream_width", c_int32),
     ]
 
 
@@ -82,7 +92,11 @@ class _Set(Structure):
         ("run", ctypes.CFUNCTYPE(None, POINTER(Decoder), POINTER(Cache), POINTER(Pass))),
         (
             "multiply",
-            ctypes.CFUNCTYPE(None, POINTER(Matrix), c_void_p, c_void_p, c_void_p, c_int32, c_int32),
+            ctypes.CFUNCTYPE(
+                None,
+                *(POINTER(Matrix), c_void_p, c_void_p, c_float),
+                *(c_void_p, c_void_p, c_int32, c_int32),
+            ),
         ),
     ]
 
@@ -93,13 +107,18 @@ class Kernels:
     Attributes:
         name: of the instruction set.
         run: a pass of a decoder.
-        multiply: rows by a matrix.
+        multiply: rows by a matrix: (matrix, x, norm, epsilon, y, scratch, rows, threads).
         room: bytes of scratch memory for a pass: (decoder, rows, threads, capacity).
         room_to_multiply: likewise: (rows, inputs).
         largest: a search in each row: (x, wanted, values, columns, rows, width, room, threads).
         shape: that, and a sampler's filters: (x, wanted, temperature, surplus, min_p, top, p,
             columns, rows, width, room, threads).
-        philox: random numbers: (given, words, n).
+        philox: random words: (given, words, n).
+        uniforms: random numbers: (given, u, n).
+        draw: a token of each row: (p, tokens, u, token, probability, rows, width, stride).
+        verify: what becomes of drafts: (p, p_tokens, q, q_tokens, drafted, depths, accept, emit,
+            block, kept, token, probability, weights, batch, depth, p_width, q_width,
+            accept_stride, emit_stride).
     """
 
     def __init__(self, library: ctypes.CDLL, chosen: _Set) -> None:
@@ -118,9 +137,18 @@ class Kernels:
         self.shape = library.mtplx_shape
         self.shape.restype = c_int32
         self.shape.argtypes = [*[c_void_p] * 8, *[c_int32] * 4]
+        self.draw = library.mtplx_draw
+        self.draw.restype = None
+        self.draw.argtypes = [*[c_void_p] * 5, *[c_int32] * 3]
+        self.verify = library.mtplx_verify
+        self.verify.restype = None
+        self.verify.argtypes = [*[c_void_p] * 13, *[c_int32] * 6]
         self.philox = library.mtplx_philox
         self.philox.restype = None
         self.philox.argtypes = [c_void_p, c_void_p, c_int64]
+        self.uniforms = library.mtplx_uniforms
+        self.uniforms.restype = None
+        self.uniforms.argtypes = [c_void_p, c_void_p, c_int64]
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy of a model is run by the same functions.

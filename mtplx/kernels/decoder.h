@@ -36,12 +36,21 @@ typedef struct {
     const float *q_norm, *k_norm;        /* of a head's size, or NULL */
 } Layer;
 
+/* `embedding` is [vocabulary, hidden] in one of the types below. A drafter's head, which joins a
+ * token with a hidden state, has norms for both, and the state's behind the token's is what its
+ * first layer's attention is given; others have NULL there. With `residual_normed` the residual
+ * stream begins with the state's norm, without with the state. */
+enum { EMBEDDED_FLOAT32, EMBEDDED_BFLOAT16, EMBEDDED_HALF };
+
 typedef struct {
     int32_t layers, hidden, heads, kv_heads, head_size, intermediate;
     float epsilon, attention_scale;
     const Layer *layer;
     const float *norm;
     Matrix output;
+    int32_t embedding_type, residual_normed;
+    const void *embedding;
+    const float *token_norm, *state_norm; /* of the hidden size, or NULL */
 } Decoder;
 
 /* Values of all layers, bfloat16 or float32, [layers, slots, kv_heads, capacity, head]; keys in
@@ -53,35 +62,35 @@ typedef struct {
     void *keys, *values;
 } Cache;
 
-/* One token of a pass: a slot and its position there. What it attends to is what lies in the slot
- * up to and with that position. */
-typedef struct {
-    int32_t slot, position;
-} Place;
-
-/* `x` holds embeddings at first, and the residual stream after the last layer in the end.
- * `inputs` is what the first layer's attention is given instead of its norm of x, or NULL.
- * `streams[i]` is where the residual stream after i layers is wanted, or NULL.
+/* Some rows of a pass over `width` positions of each slot: those from the `first` on. A row attends
+ * to what lies in its slot up to and with its position.
+ *
+ * `x` is the residual stream, in the end that after the last layer. Positions from `turns` on are
+ * turned as the last one before.
+ * `streams[i]` is where the residual stream after i layers is wanted, or NULL; its rows lie
+ * `stream_width` numbers apart.
  * `normed` and `logits` may be NULL. `scratch` has room for what `mtplx_room` says. */
 typedef struct {
+    const int64_t *tokens;  /* [rows] */
+    const float *states;    /* [rows, hidden], where tokens are joined with them */
     float *x;               /* [rows, hidden] */
-    const float *inputs;    /* [rows, inputs of the first layer] */
-    const float *cos, *sin; /* [rows, head_size] */
-    const Place *places;    /* [rows] */
+    const float *cos, *sin; /* [turns, head_size] */
+    const int64_t *positions; /* [rows] */
     float *const *streams;  /* [layers + 1] */
     float *normed;          /* [rows, hidden] */
     float *logits;          /* [rows, vocabulary] */
     void *scratch;
-    int32_t rows, threads;
+    int32_t rows, first, width, threads, turns, stream_width;
 } Pass;
 
 /* What there is for one instruction set. */
 typedef struct {
     const char *name;
     void (*pass)(const Decoder *, const Cache *, const Pass *);
-    /* x [rows, inputs] by a matrix into y [rows, outputs]. */
-    void (*multiply)(const Matrix *, const float *x, float *y, void *scratch, int32_t rows,
-                     int32_t threads);
+    /* x [rows, inputs] by a matrix into y [rows, outputs]; normed by these weights before, unless
+     * they are NULL. */
+    void (*multiply)(const Matrix *, const float *x, const float *norm, float epsilon, float *y,
+                     void *scratch, int32_t rows, int32_t threads);
 } Set;
 
 /* The set of this name, or the best one for NULL; NULL if this CPU cannot run it. */

@@ -51,7 +51,7 @@ typedef struct {
     float *scales; /* of each group */
     float *totals; /* of what each group's numbers stand for */
     int32_t *zeros; /* 128 times the sum of each group's numbers */
-    float *plain;  /* [rows, inputs padded]: what they stand for */
+    float *plain;  /* [rows, inputs padded]: as they were, for matrices of plain numbers */
     int count;     /* groups of a row */
 } Inputs;
 
@@ -91,6 +91,29 @@ INLINE float sum_of(Lanes v) {
     for (int width = 8; width; width /= 2)
         for (int i = 0; i < width; i++) a[i] += a[i + width];
     return a[0];
+}
+
+/* These are the same in any order. */
+INLINE int32_t most_of(Ints v) {
+#if defined(MTPLX_AVX512)
+    return _mm512_reduce_max_epi32((__m512i)v);
+#else
+    int32_t a[16], most = INT32_MIN;
+    memcpy(a, &v, sizeof a);
+    for (int i = 0; i < 16; i++) most = a[i] > most ? a[i] : most;
+    return most;
+#endif
+}
+
+INLINE int32_t total_of(Ints v) {
+#if defined(MTPLX_AVX512)
+    return _mm512_reduce_add_epi32((__m512i)v);
+#else
+    int32_t a[16], sum = 0;
+    memcpy(a, &v, sizeof a);
+    for (int i = 0; i < 16; i++) sum += a[i];
+    return sum;
+#endif
 }
 
 INLINE float largest_of(Lanes v) {
@@ -245,11 +268,19 @@ INLINE void put(const Matrix *w, const Lanes *acc, int first, int some, int bloc
                 int add) {
     const int begin = block * OUTPUTS;
     const int width = w->outputs - begin < OUTPUTS ? w->outputs - begin : OUTPUTS;
+    const float *bias = w->bias ? w->bias + begin : NULL;
     for (int m = 0; m < some; m++) {
-        float out[OUTPUTS], *to_y = y + (size_t)(first + m) * w->outputs + begin;
+        float *to_y = y + (size_t)(first + m) * w->outputs + begin;
+        if (width == OUTPUTS) {
+            Lanes value = bias ? acc[m] + load(bias) : acc[m];
+            if (add) value += load(to_y);
+            memcpy(to_y, &value, sizeof value);
+            continue;
+        }
+        float out[OUTPUTS];
         memcpy(out, &acc[m], sizeof out);
         for (int i = 0; i < width; i++) {
-            float value = out[i] + (w->bias ? w->bias[begin + i] : 0);
+            const float value = bias ? out[i] + bias[i] : out[i];
             to_y[i] = add ? to_y[i] + value : value;
         }
     }
@@ -287,19 +318,20 @@ static void multiply(const Matrix *w, const Inputs *x, int rows, int from, int t
 }
 
 /* A row of `size` numbers as the matrices take them, padded with zeros to whole groups. */
-static void take_row(const float *x, int row, int rows, int size, Inputs *in) {
+static void take_row(const float *x, int row, int rows, int size, int plain, Inputs *in) {
     const int first = row / ROWS * ROWS, some = rows - first < ROWS ? rows - first : ROWS;
-    float *plain = in->plain + (size_t)row * in->count * INPUTS;
-    memcpy(plain, x, sizeof(float) * size);
-    memset(plain + size, 0, sizeof(float) * (in->count * INPUTS - size));
-    for (int g = 0; g < in->count; g++) {
+    for (int g = 0; g < in->count; g++, x += INPUTS) {
         const size_t at = (size_t)first * in->count + (size_t)g * some + (row - first);
-        const Lanes part[2] = {load(plain + INPUTS * g), load(plain + INPUTS * g + 16)};
+        const int left = size - INPUTS * g;
+        float padded[INPUTS] = {0};
+        if (left < INPUTS) memcpy(padded, x, sizeof(float) * left);
+        const float *from = left < INPUTS ? padded : x;
+        const Lanes part[2] = {load(from), load(from + 16)};
+        if (plain) memcpy(in->plain + ((size_t)row * in->count + g) * INPUTS, part, sizeof part);
         /* Without their signs floats are ordered as their bits are. */
-        int32_t bits[INPUTS], most = 0;
-        memcpy(bits, part, sizeof bits);
-        for (int i = 0; i < INPUTS; i++) bits[i] &= 0x7fffffff;
-        for (int i = 0; i < INPUTS; i++) most = bits[i] > most ? bits[i] : most;
+        const Ints one = (Ints)part[0] & 0x7fffffff, other = (Ints)part[1] & 0x7fffffff;
+        const Ints above = one > other;
+        const int32_t most = most_of((one & above) | (other & ~above));
         float largest;
         memcpy(&largest, &most, 4);
         /* The largest becomes 127 * 256, so that its high byte does not overflow. What is so small
@@ -313,24 +345,26 @@ static void take_row(const float *x, int row, int rows, int size, Inputs *in) {
             const Lanes rounded = (part[h] * unit + 12582912.0f) - 12582912.0f;
             const Ints number =
                 __builtin_convertvector((Lanes)((Ints)rounded & finite), Ints);
-            const Ints high = (number + 128) >> 8, low = number - high * 256;
-            const Bytes high_bytes = __builtin_convertvector(high, Bytes);
-            const Bytes low_bytes = __builtin_convertvector(low, Bytes);
-            memcpy(in->groups[at].high + 16 * h, &high_bytes, 16);
-            memcpy(in->groups[at].low + 16 * h, &low_bytes, 16);
+            /* A signed low byte is what is left above or below the nearest high one. */
+            const Bytes high = __builtin_convertvector((number + 128) >> 8, Bytes);
+            const Bytes low = __builtin_convertvector(number, Bytes);
+            memcpy(in->groups[at].high + 16 * h, &high, 16);
+            memcpy(in->groups[at].low + 16 * h, &low, 16);
             total += number;
         }
         in->scales[at] = largest / 32512;
-        int32_t sum = 0;
-        for (int i = 0; i < 16; i++) sum += total[i];
+        const int32_t sum = total_of(total);
         in->totals[at] = in->scales[at] * (float)sum;
         in->zeros[at] = 128 * sum;
     }
 }
 
-static void take_rows(const float *x, int rows, int size, Inputs *in) {
+INLINE int is_plain(const Matrix *w) { return w->kind == BFLOAT16 || w->kind == FLOAT32; }
+
+/* For matrices of which some hold plain numbers, or none. */
+static void take_rows(const float *x, int rows, int size, int plain, Inputs *in) {
     in->count = groups_of(size);
-    for (int m = 0; m < rows; m++) take_row(x + (size_t)m * size, m, rows, size, in);
+    for (int m = 0; m < rows; m++) take_row(x + (size_t)m * size, m, rows, size, plain, in);
 }
 
 /* x / sqrt(mean(x^2) + epsilon) * weight */
@@ -354,12 +388,21 @@ static void rotate(float *x, const float *cos, const float *sin, int size) {
     }
 }
 
-/* A key's or value's number, at its place in the cache. */
-INLINE void keep(const Cache *cache, void *where, size_t at, float x) {
-    if (cache->narrow)
-        ((uint16_t *)where)[at] = to_bfloat16(x);
-    else
-        ((float *)where)[at] = x;
+/* A position's key and value, into the part of the cache from `at` on that is its slot's and head's.
+ * Keys lie in blocks of 16 positions, a number of all beside each other. */
+static void keep(const Cache *cache, size_t at, int position, int size, const float *k,
+                 const float *v) {
+    const size_t key = at + (size_t)(position / 16 * 16) * size + position % 16;
+    const size_t value = at + (size_t)position * size;
+    if (cache->narrow) {
+        uint16_t *keys = (uint16_t *)cache->keys + key, *values = (uint16_t *)cache->values + value;
+        for (int j = 0; j < size; j++) keys[16 * j] = to_bfloat16(k[j]);
+        for (int j = 0; j < size; j++) values[j] = to_bfloat16(v[j]);
+    } else {
+        float *keys = (float *)cache->keys + key;
+        for (int j = 0; j < size; j++) keys[16 * j] = k[j];
+        memcpy((float *)cache->values + value, v, sizeof(float) * size);
+    }
 }
 
 /* What is read `bytes` behind a number of the cache, fetched in time: memory's own prefetching stops
@@ -506,16 +549,23 @@ static void attend(const Cache *cache, int n, const Query *query, size_t at, int
 static void gate_with(const float *gate, float *up, int count) {
     for (int i = 0; i < count; i += 16) {
         /* A part of a vector is computed as a whole one. */
-        const int some = count - i < 16 ? count - i : 16;
+        const int some = count - i;
         Lanes g = all(0), u = all(0);
-        memcpy(&g, gate + i, sizeof(float) * some);
-        memcpy(&u, up + i, sizeof(float) * some);
+        if (some >= 16) {
+            g = load(gate + i), u = load(up + i);
+        } else {
+            memcpy(&g, gate + i, sizeof(float) * some);
+            memcpy(&u, up + i, sizeof(float) * some);
+        }
         /* By e^-|g|, which does not overflow. */
         const Ints negative = (Ints)g >> 31;
         const Lanes e = exponential((Lanes)((Ints)g | (int32_t)0x80000000));
         const Lanes plus = 1 / (1 + e), minus = plus * e;
         u *= g * (Lanes)(((Ints)minus & negative) | ((Ints)plus & ~negative));
-        memcpy(up + i, &u, sizeof(float) * some);
+        if (some >= 16)
+            memcpy(up + i, &u, sizeof u);
+        else
+            memcpy(up + i, &u, sizeof(float) * some);
     }
 }
 
@@ -561,7 +611,7 @@ static Inputs cut_inputs(uintptr_t *at, int rows, int size) {
 static Own cut_own(uintptr_t *at, const Decoder *d, int rows, int capacity) {
     Own own;
     own.in = cut_inputs(at, rows, widest(d));
-    own.normed = cut(at, sizeof(float) * rows * d->hidden);
+    own.normed = cut(at, sizeof(float) * rows * widest(d));
     own.scores = cut(at, sizeof(float) * MOST_QUERIES * ((size_t)capacity + 16));
     return own;
 }
@@ -604,6 +654,64 @@ static void norm_rows(const float *x, const float *weight, const Decoder *d, int
         norm(x + (size_t)m * d->hidden, weight, d->hidden, d->epsilon, y + (size_t)m * d->hidden);
 }
 
+/* Where a row's keys and values lie. */
+typedef struct {
+    int slot, position;
+} Place;
+
+INLINE Place place_of(const Pass *pass, int m) {
+    const Place place = {(pass->first + m) / pass->width, (int)pass->positions[m]};
+    return place;
+}
+
+/* A head's numbers turned by what belongs to their position. */
+static void turn(float *x, const Pass *pass, Place place, int size) {
+    const int last = pass->turns - 1;
+    const size_t at = (size_t)(place.position < last ? place.position : last) * size;
+    rotate(x, pass->cos + at, pass->sin + at, size);
+}
+
+static void embed(const Decoder *d, int64_t token, float *y) {
+    const size_t from = (size_t)token * d->hidden;
+    if (d->embedding_type == EMBEDDED_FLOAT32) {
+        memcpy(y, (const float *)d->embedding + from, sizeof(float) * d->hidden);
+        return;
+    }
+    const uint16_t *x = (const uint16_t *)d->embedding + from;
+    for (int i = 0; i < d->hidden; i += 16) {
+        /* A part of a vector is read as a whole one. */
+        const int some = d->hidden - i < 16 ? d->hidden - i : 16;
+        uint16_t narrow[16] = {0};
+        memcpy(narrow, x + i, sizeof *x * some);
+        const Lanes wide = d->embedding_type == EMBEDDED_HALF
+                               ? from_halves((const uint8_t *)narrow)
+                               : from_bfloat16(narrow);
+        memcpy(y + i, &wide, sizeof(float) * some);
+    }
+}
+
+/* What a head's first layer is given, [rows, 2 * hidden]; the first thread begins the stream. */
+static void join_rows(const Decoder *d, const Pass *pass, int thread, float *y) {
+    const int hidden = d->hidden;
+    for (int m = 0; m < pass->rows; m++, y += 2 * hidden) {
+        const float *state = pass->states + (size_t)m * hidden;
+        embed(d, pass->tokens[m], y);
+        norm(y, d->token_norm, hidden, d->epsilon, y);
+        norm(state, d->state_norm, hidden, d->epsilon, y + hidden);
+        if (thread == 0)
+            memcpy(pass->x + (size_t)m * hidden, d->residual_normed ? y + hidden : state,
+                   sizeof(float) * hidden);
+    }
+}
+
+/* The stream where it is wanted, as it is before layer `l`. */
+static void show(const Pass *pass, int l, int hidden) {
+    if (!pass->streams || !pass->streams[l]) return;
+    for (int m = 0; m < pass->rows; m++)
+        memcpy(pass->streams[l] + (size_t)m * pass->stream_width, pass->x + (size_t)m * hidden,
+               sizeof(float) * hidden);
+}
+
 /* A thread's share of the queries of a layer, whose first slot is `slots`. They are counted through
  * a key's head after the other, so that those that read the same keys come together. */
 static void attend_part(const Decoder *d, const Layer *layer, const Cache *cache, const Pass *pass,
@@ -617,7 +725,7 @@ static void attend_part(const Decoder *d, const Layer *layer, const Cache *cache
     for (int64_t i = all_queries * thread / threads; i < end; i++) {
         const int kv_head = (int)(i / (rows * shared)), of_head = (int)(i % (rows * shared));
         const int m = of_head / shared, head = kv_head * shared + of_head % shared;
-        const Place place = pass->places[m];
+        const Place place = place_of(pass, m);
         const size_t its = ((slots + place.slot) * d->kv_heads + kv_head) * cache->capacity * size;
         if (n == QUERIES || (n && its != from)) {
             attend(cache, n, query, from, size, d->attention_scale, scores);
@@ -627,7 +735,7 @@ static void attend_part(const Decoder *d, const Layer *layer, const Cache *cache
         const size_t at = ((size_t)m * d->heads + head) * size;
         float *q = room->q + at;
         if (layer->q_norm) norm(q, layer->q_norm, size, d->epsilon, q);
-        rotate(q, pass->cos + (size_t)m * size, pass->sin + (size_t)m * size, size);
+        turn(q, pass, place, size);
         query[n++] = (Query){q, place.position + 1, room->attended + at};
     }
     if (n) attend(cache, n, query, from, size, d->attention_scale, scores);
@@ -639,45 +747,49 @@ static void pass_of(const Decoder *d, const Cache *cache, const Pass *pass, cons
     const size_t plane = (size_t)cache->capacity * size;
     uintptr_t at = room->own + thread * room->own_bytes;
     Own own = cut_own(&at, d, rows, cache->capacity);
+    const int joins = pass->states != NULL;
+    if (!joins) {
+        for (int m = thread; m < rows; m += threads)
+            embed(d, pass->tokens[m], pass->x + (size_t)m * hidden);
+        BARRIER;
+    }
     for (int l = 0; l < d->layers; l++) {
         const Layer *layer = &d->layer[l];
         const size_t slots = (size_t)l * cache->slots;
-        if (pass->streams && pass->streams[l] && thread == 0)
-            memcpy(pass->streams[l], pass->x, sizeof(float) * rows * hidden);
-        if (l == 0 && pass->inputs) {
-            take_rows(pass->inputs, rows, layer->q.inputs, &own.in);
+        if (thread == 0) show(pass, l, hidden);
+        if (l == 0 && joins) {
+            join_rows(d, pass, thread, own.normed);
         } else {
             norm_rows(pass->x, layer->input_norm, d, rows, own.normed);
-            take_rows(own.normed, rows, hidden, &own.in);
         }
+        const int plain = is_plain(&layer->q) || is_plain(&layer->k) || is_plain(&layer->v);
+        take_rows(own.normed, rows, layer->q.inputs, plain, &own.in);
         my_part(&layer->q, &own.in, rows, thread, threads, room->q, 0);
         my_part(&layer->k, &own.in, rows, thread, threads, room->k, 0);
         my_part(&layer->v, &own.in, rows, thread, threads, room->v, 0);
         BARRIER;
-        for (int i = thread; i < rows * d->kv_heads; i += threads) {
-            const int m = i / d->kv_heads, head = i % d->kv_heads;
-            const Place place = pass->places[m];
-            const size_t of_head = ((slots + place.slot) * d->kv_heads + head) * plane;
-            float *k = room->k + (size_t)i * size;
-            if (layer->k_norm) norm(k, layer->k_norm, size, d->epsilon, k);
-            rotate(k, pass->cos + (size_t)m * size, pass->sin + (size_t)m * size, size);
-            const float *v = room->v + (size_t)i * size;
-            const size_t t = (size_t)place.position, value = of_head + t * size;
-            /* Keys lie in blocks of 16 positions, a number of all beside each other. */
-            const size_t key = of_head + t / 16 * 16 * size + t % 16;
-            for (int j = 0; j < size; j++) {
-                keep(cache, cache->keys, key + 16 * j, k[j]);
-                keep(cache, cache->values, value + j, v[j]);
+        /* A head to a thread, for the keys of neighbouring positions share lines of the cache. */
+        for (int head = thread; head < d->kv_heads; head += threads) {
+            for (int m = 0; m < rows; m++) {
+                const size_t at_row = ((size_t)m * d->kv_heads + head) * size;
+                const Place place = place_of(pass, m);
+                float *k = room->k + at_row;
+                if (layer->k_norm) norm(k, layer->k_norm, size, d->epsilon, k);
+                turn(k, pass, place, size);
+                const size_t slot = slots + place.slot;
+                keep(cache, (slot * d->kv_heads + head) * plane, place.position, size, k,
+                     room->v + at_row);
             }
         }
         BARRIER;
         attend_part(d, layer, cache, pass, room, slots, thread, threads, own.scores);
         BARRIER;
-        take_rows(room->attended, rows, d->heads * size, &own.in);
+        take_rows(room->attended, rows, d->heads * size, is_plain(&layer->o), &own.in);
         my_part(&layer->o, &own.in, rows, thread, threads, pass->x, 1);
         BARRIER;
         norm_rows(pass->x, layer->post_norm, d, rows, own.normed);
-        take_rows(own.normed, rows, hidden, &own.in);
+        take_rows(own.normed, rows, hidden, is_plain(&layer->gate) || is_plain(&layer->up),
+                  &own.in);
         my_part(&layer->gate, &own.in, rows, thread, threads, room->gate, 0);
         my_part(&layer->up, &own.in, rows, thread, threads, room->up, 0);
         /* Each thread has made both of what it now joins. */
@@ -689,18 +801,17 @@ static void pass_of(const Decoder *d, const Cache *cache, const Pass *pass, cons
             gate_with(room->gate + row, room->up + row, end - begin);
         }
         BARRIER;
-        take_rows(room->up, rows, d->intermediate, &own.in);
+        take_rows(room->up, rows, d->intermediate, is_plain(&layer->down), &own.in);
         my_part(&layer->down, &own.in, rows, thread, threads, pass->x, 1);
         BARRIER;
     }
-    if (pass->streams && pass->streams[d->layers] && thread == 0)
-        memcpy(pass->streams[d->layers], pass->x, sizeof(float) * rows * hidden);
+    if (thread == 0) show(pass, d->layers, hidden);
     if (!pass->normed && !pass->logits) return;
     norm_rows(pass->x, d->norm, d, rows, own.normed);
     if (pass->normed && thread == 0)
         memcpy(pass->normed, own.normed, sizeof(float) * rows * hidden);
     if (pass->logits) {
-        take_rows(own.normed, rows, hidden, &own.in);
+        take_rows(own.normed, rows, hidden, is_plain(&d->output), &own.in);
         my_part(&d->output, &own.in, rows, thread, threads, pass->logits, 0);
     }
 }
@@ -712,11 +823,18 @@ static void pass_all(const Decoder *d, const Cache *cache, const Pass *pass) {
     pass_of(d, cache, pass, &room, THREAD, THREADS);
 }
 
-static void multiply_all(const Matrix *w, const float *x, float *y, void *scratch, int32_t rows,
-                         int32_t threads) {
+static void multiply_all(const Matrix *w, const float *x, const float *weight, float epsilon,
+                         float *y, void *scratch, int32_t rows, int32_t threads) {
     uintptr_t at = (uintptr_t)scratch;
     Inputs in = cut_inputs(&at, rows, w->inputs);
-    take_rows(x, rows, w->inputs, &in);
+    if (weight) {
+        float *normed = cut(&at, sizeof(float) * rows * w->inputs);
+        for (int m = 0; m < rows; m++)
+            norm(x + (size_t)m * w->inputs, weight, w->inputs, epsilon,
+                 normed + (size_t)m * w->inputs);
+        x = normed;
+    }
+    take_rows(x, rows, w->inputs, is_plain(w), &in);
 #pragma omp parallel num_threads(threads)
     my_part(w, &in, rows, THREAD, THREADS, y, 0);
 }

@@ -19,5 +19,6 @@ size_t mtplx_room(const Decoder *d, int32_t rows, int32_t threads, int32_t capac
 size_t mtplx_room_to_multiply(int32_t rows, int32_t inputs) {
     uintptr_t at = 0;
     cut_inputs(&at, rows, inputs);
+    cut(&at, sizeof(float) * rows * inputs);
     return at;
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,9 @@ _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 
 ROWS = 256
 """Positions in one call; more are cut."""
+
+_EMBEDDED = [torch.float32, torch.bfloat16, torch.float16]
+"""Types of an embedding, in the order of kernels/decoder.h."""
 
 LANES, WIDEST = 16, 256
 """Numbers in the kernels' vectors, of which a head's size is a multiple; and the largest size."""
@@ -83,14 +86,13 @@ class Rotations:
         self._rotary = rotary
         self._table = torch.empty(2, 0, 0)
 
-    def __call__(self, positions: Tensor, end: int) -> Tensor:
-        """Cosines and sines at positions [B, T] below `end`, [2, B, T, D] float32."""
-        table = self._table
-        if end > table.shape[1]:
+    def __call__(self, end: int) -> Tensor:
+        """Cosines and sines of every position below `end` and maybe more, [2, P, D] float32."""
+        if end > self._table.shape[1]:
             # Twice as many as before, so that a growing text has few made anew.
-            every = torch.arange(max(end, 2 * table.shape[1], 256))[None]
-            table = self._table = torch.cat(self._rotary(torch.empty(0), every)).float()
-        return table.index_select(1, positions.flatten()).view(2, *positions.shape, -1)
+            every = torch.arange(max(end, 2 * self._table.shape[1], 256))[None]
+            self._table = torch.cat(self._rotary(torch.empty(0), every)).float()
+        return self._table
 
 
 class FusedLayers:
@@ -103,6 +105,9 @@ class FusedLayers:
         layers: Sequence[dict[str, TiledLinear | Tensor]],
         norm: Tensor,
         output: TiledLinear,
+        embedding: Tensor,
+        joining: tuple[Tensor, Tensor] | None = None,
+        residual_normed: bool = False,
     ) -> None:
         """
         Args:
@@ -112,9 +117,15 @@ class FusedLayers:
                 left out.
             norm: weight of the last norm, [H].
             output: to the vocabulary.
+            embedding: [V, H], of any float type.
+            joining: where tokens are joined with states, the weights of the norms of both, [H].
+            residual_normed: whether the residual stream then begins with the norm of a state.
         """
         self.library = library
-        self._held: list[Any] = [layers, output]
+        if embedding.dtype not in _EMBEDDED:
+            embedding = embedding.float()
+        embedding = embedding.detach().contiguous()
+        self._held: list[Any] = [layers, output, embedding]
         table = (kernels.Layer * len(layers))()
         for entry, parts in zip(table, layers, strict=True):
             for name, part in parts.items():
@@ -122,7 +133,7 @@ class FusedLayers:
                     entry, name, part.matrix if isinstance(part, TiledLinear) else self._at(part)
                 )
         self._held.append(table)
-        self.input_size = int(table[0].q.inputs)
+        self.joins = joining is not None
         self.hidden_size = int(config.hidden_size)
         self.kv_heads = int(config.num_key_value_heads)
         self.head_size = _head_size(config)
@@ -140,6 +151,10 @@ class FusedLayers:
             table,
             self._at(norm),
             output.matrix,
+            _EMBEDDED.index(embedding.dtype),
+            residual_normed,
+            embedding.data_ptr(),
+            *(self._at(weight) for weight in joining or ()),
         )
 
     def _at(self, numbers: Tensor) -> int:
@@ -149,80 +164,107 @@ class FusedLayers:
 
     def run(
         self,
-        x: Tensor,
-        rotation: Tensor,
+        tokens: Tensor,
+        rotations: Tensor,
         span: Span,
         cache: FusedSlots,
         *,
-        inputs: Tensor | None = None,
+        states: Tensor | None = None,
         streams: Sequence[int] = (),
         with_normed: bool = True,
         with_logits: bool = True,
-    ) -> tuple[dict[int, Tensor], Tensor | None, Tensor | None]:
+    ) -> Passed:
         """One pass over T positions of each of B slots.
 
         Args:
-            x: embeddings, [B, T, H] float32, contiguous; overwritten by the last stream.
-            rotation: cosines and sines, [2, B, T, D] float32, contiguous.
+            tokens: [B, T] int64, none outside the vocabulary.
+            rotations: cosines and sines by position, [2, P, D] float32, each contiguous; positions
+                from P on are turned as the last one before.
             span: where the positions lie.
             cache: written there.
-            inputs: for the first layer's attention, instead of its norm of x, [B, T, K] float32.
-            streams: layers after which the residual stream is wanted, 0 for x itself.
+            states: that the tokens are joined with, [B, T, H] float32.
+            streams: layers after which the residual stream is wanted, 0 for the embeddings.
             with_normed: whether what the last norm makes of the stream is wanted.
             with_logits: whether logits are.
-        Returns:
-            The streams [B, T, H] by layer, the normed states [B, T, H], the logits [B, T, V].
         Raises:
             IndexError: the cache ends before the span.
         """
-        shape = span.positions.shape
-        places = cache.places(span)
-        cos, sin = rotation
-        inputs = None if inputs is None else inputs.contiguous()
+        shape, size = tokens.shape, self.hidden_size
+        cache.reserve(span)
         # The kernels do not ask how large anything is.
-        assert x.is_contiguous() and x.dtype == torch.float32
-        assert x.shape == (*shape, self.hidden_size)
-        assert rotation.is_contiguous() and rotation.dtype == torch.float32
-        assert rotation.shape == (2, *shape, self.head_size)
-        if inputs is not None:
-            assert inputs.shape == (*shape, self.input_size) and inputs.dtype == torch.float32
+        assert span.positions.shape == shape and rotations.shape[::2] == (2, self.head_size)
+        assert (states is not None) is self.joins
+        assert states is None or (states.shape == (*shape, size) and states.dtype == torch.float32)
+        tokens, positions = tokens.contiguous(), span.positions.contiguous()
+        states = None if states is None else states.contiguous()
 
-        found = {layer: torch.empty(*shape, self.hidden_size) for layer in streams}
-        normed = torch.empty(*shape, self.hidden_size) if with_normed else None
+        stream = torch.empty(*shape, size)
+        aux = torch.empty(*shape, len(streams) * size) if streams else None
+        normed = torch.empty(*shape, size) if with_normed else None
         logits = torch.empty(*shape, self.vocab_size) if with_logits else None
         count, threads = shape.numel(), torch.get_num_threads()
-        room = self.library.room(self.decoder, min(count, ROWS), threads, cache.capacity)
-        scratch = torch.empty(room, dtype=torch.uint8)
+        scratch = cache.scratch(self, min(count, ROWS), threads)
+        cos, sin = rotations.data_ptr(), rotations[1].data_ptr()
         for row in range(0, count, ROWS):
-            table = (ctypes.c_void_p * (self.count + 1))()
-            for layer, stream in found.items():
-                table[layer] = _from(stream, row)
+            table = None
+            if aux is not None:
+                table = (ctypes.c_void_p * (self.count + 1))()
+                beginning = aux.data_ptr() + 4 * row * aux.shape[-1]
+                for place, layer in enumerate(streams):
+                    table[layer] = beginning + 4 * place * size
             self.library.run(
                 self.decoder,
                 cache.table(),
                 kernels.Pass(
-                    _from(x, row),
-                    _from(inputs, row),
-                    _from(cos, row),
-                    _from(sin, row),
-                    _from(places, row),
+                    tokens.data_ptr() + 8 * row,
+                    _from(states, row),
+                    _from(stream, row),
+                    cos,
+                    sin,
+                    positions.data_ptr() + 8 * row,
                     table,
                     _from(normed, row),
                     _from(logits, row),
                     scratch.data_ptr(),
                     min(ROWS, count - row),
+                    row,
+                    shape[1],
                     threads,
+                    rotations.shape[1],
+                    len(streams) * size,
                 ),
             )
-        return found, normed, logits
+        for place, layer in enumerate(streams):
+            # One that is wanted twice has been written to its last place.
+            last = len(streams) - 1 - streams[::-1].index(layer)
+            if aux is not None and place != last:
+                parts = aux.view(*shape, len(streams), size)
+                parts[..., place, :] = parts[..., last, :]
+        return Passed(stream, aux, normed, logits)
+
+
+class Passed(NamedTuple):
+    """What a pass over [B, T] positions has made.
+
+    Attributes:
+        stream: the residual stream after the last layer, [B, T, H].
+        aux: after the layers asked for, beside each other, [B, T, N * H]; None of none.
+        normed: what the last norm makes of it, [B, T, H]; None where it was not asked for.
+        logits: [B, T, V], likewise.
+    """
+
+    stream: Tensor
+    aux: Tensor | None
+    normed: Tensor | None
+    logits: Tensor | None
 
 
 def _from(numbers: Tensor | None, row: int) -> int | None:
-    """Where this row of contiguous [B, T, any] begins, B * T rows in all."""
+    """Where this row of contiguous float32 [B, T, any] begins, B * T rows in all."""
     if numbers is None:
         return None
     # In numbers, for slicing takes longer than a small pass.
-    return numbers.data_ptr() + row * numbers.shape[-1] * numbers.element_size()
+    return numbers.data_ptr() + 4 * row * numbers.shape[-1]
 
 
 class FusedSlots:
@@ -243,9 +285,10 @@ class FusedSlots:
         self.layers, self.dtype = layers, dtype
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
+        self._scratch = torch.empty(0, dtype=torch.uint8)
 
-    def places(self, span: Span) -> Tensor:
-        """Slot and position of every token of a pass, [B, T, 2] int32, once there is room for them.
+    def reserve(self, span: Span) -> None:
+        """See that there is room for a pass.
 
         Raises:
             IndexError: there is none.
@@ -258,11 +301,17 @@ class FusedSlots:
                 f"{slots} slots up to position {span.end - 1} in a cache of {self.keys.shape[1]} "
                 f"with {self.capacity} positions each"
             )
-        return span.places
+
+    def scratch(self, layers: FusedLayers, rows: int, threads: int) -> Tensor:
+        """Memory that a pass may write to as it likes."""
+        room = layers.library.room(layers.decoder, rows, threads, self.capacity)
+        if room > len(self._scratch):
+            self._scratch = torch.empty(room, dtype=torch.uint8)
+        return self._scratch
 
     def table(self) -> kernels.Cache:
         """For the kernels."""
-        assert self.keys is not None and self.values is not None, "ask for places first"
+        assert self.keys is not None and self.values is not None, "reserve first"
         return kernels.Cache(
             int(self.dtype == torch.bfloat16),
             self.keys.shape[1],
@@ -309,6 +358,7 @@ class FusedTrunk(Trunk):
             [_parts(layer) for layer in decoder.layers],
             decoder.norm.weight,
             model.get_output_embeddings(),
+            model.get_input_embeddings().weight,
         )
         self._rotations = Rotations(decoder.rotary_emb)
         super().__init__(model)
@@ -328,16 +378,13 @@ class FusedTrunk(Trunk):
         taps: Sequence[int] = (),
         with_logits: bool = True,
     ) -> TrunkOutput:
-        x = self.embed(tokens).float().contiguous()
         # Past the context lies only the padding of other rows' longer drafts.
-        positions, end = span.positions.clamp_max(self.context - 1), min(span.end, self.context)
-        rotation = self._rotations(positions, end)
-        found, normed, logits = self.fused.run(
-            x, rotation, span, cache, streams=taps, with_logits=with_logits
+        rotations = self._rotations(min(span.end, self.context))[:, : self.context]
+        passed = self.fused.run(
+            tokens, rotations, span, cache, streams=taps, with_logits=with_logits
         )
-        assert normed is not None
-        aux = torch.cat([found[layer] for layer in taps], -1) if taps else None
-        return TrunkOutput(normed, aux, logits)
+        assert passed.normed is not None
+        return TrunkOutput(passed.normed, passed.aux, passed.logits)
 
     @torch.inference_mode()
     def read(self, tokens: Tensor, taps: Sequence[int] = ()) -> TrunkOutput:

@@ -60,13 +60,6 @@ class Span:
         positions, keys = self.positions, torch.arange(self.end, device=self.positions.device)
         return keys[None, None, None, :] <= positions[:, None, :, None]
 
-    @cached_property
-    def places(self) -> Tensor:
-        """Slot and position of every token, [B, T, 2] int32."""
-        slots = torch.arange(len(self.positions), device=self.positions.device)
-        row = slots[:, None].expand_as(self.positions)
-        return torch.stack([row, self.positions], -1).to(torch.int32)
-
 
 class KVSlots:
     """Keys and values of one layer, [B, kv_heads, capacity, D], allocated on first use."""

@@ -89,22 +89,29 @@ class TiledLinear(nn.Module):
     def out_features(self) -> int:
         return self.tiles.outputs
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., K] -> [..., N]; each row by itself, whatever stands beside it."""
-        rows = x.float().reshape(-1, self.tiles.inputs).contiguous()
-        y = torch.empty(len(rows), self.tiles.outputs)
-        if len(rows):
-            room = self.library.room_to_multiply(len(rows), self.tiles.inputs)
-            scratch = torch.empty(room, dtype=torch.uint8)
+    def forward(self, x: Tensor, norm: nn.RMSNorm | None = None) -> Tensor:
+        """[..., K] -> [..., N]; each row by itself, whatever stands beside it.
+
+        Args:
+            x: of any float type.
+            norm: that comes before, with a float32 weight [K] and an epsilon.
+        """
+        x, inputs = x.float().contiguous(), self.tiles.inputs
+        assert x.shape[-1] == inputs
+        y = torch.empty(*x.shape[:-1], self.tiles.outputs)
+        if rows := x.numel() // inputs:
+            scratch = torch.empty(self.library.room_to_multiply(rows, inputs), dtype=torch.uint8)
             self.library.multiply(
                 self.matrix,
-                rows.data_ptr(),
+                x.data_ptr(),
+                None if norm is None else norm.weight.data_ptr(),
+                (norm and norm.eps) or 0.0,
                 y.data_ptr(),
                 scratch.data_ptr(),
-                len(rows),
+                rows,
                 torch.get_num_threads(),
             )
-        return y.view(*x.shape[:-1], self.tiles.outputs)
+        return y
 
 
 def linear_layers(model: Any) -> list[tuple[str, nn.Linear]]:

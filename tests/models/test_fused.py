@@ -108,6 +108,30 @@ def test_a_pass_is_transformers_own(name):
     torch.testing.assert_close(normed, streams[-1], **close)
 
 
+def test_a_stream_may_be_wanted_twice():
+    trunk = fused("llama")
+    span = Span.after([0] * 3, 30, TOKENS.device)
+    aux = trunk.forward(TOKENS, span, trunk.new_cache(30), taps=(1, 0, 1)).aux
+    once = trunk.forward(TOKENS, span, trunk.new_cache(30), taps=(0, 1)).aux
+    assert aux.tolist() == torch.cat([once[..., 40:], once], -1).tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("instructions", SETS)
+def test_an_embedding_is_looked_up_as_it_is_kept(dtype, instructions):
+    if kernels.find(instructions) is None:
+        pytest.skip(f"this CPU has no {instructions}")
+    model = plain("llama")
+    model.model.embed_tokens.weight.data = model.model.embed_tokens.weight.to(dtype)
+    expected = model.model.embed_tokens.weight[TOKENS].float()
+    for name, layer in linear_layers(model):
+        tile(model, name, kernels.find(instructions), layer.weight, layer.bias)
+    trunk = FusedTrunk(model, kernels.find(instructions))
+    span = Span.after([0] * 3, 30, TOKENS.device)
+    aux = trunk.forward(TOKENS, span, trunk.new_cache(30), taps=(0,)).aux
+    assert aux.tolist() == expected.tolist()
+
+
 def test_a_narrow_cache_is_bfloat16s_own_rounding():
     model, trunk = plain("llama"), fused("llama", torch.bfloat16)
     cache = trunk.new_cache(30)
@@ -178,7 +202,7 @@ def test_what_lies_past_a_slots_end_does_not_matter():
     span = Span.after([0] * 3, 21, TOKENS.device)
     clean = trunk.forward(TOKENS[:, :21], span, trunk.new_cache(64)).logits
     cache = trunk.new_cache(64)
-    cache.places(span)
+    cache.reserve(span)
     cache.keys.fill_(torch.nan)
     cache.values.fill_(torch.nan)
     assert torch.equal(trunk.forward(TOKENS[:, :21], span, cache).logits, clean)
@@ -355,7 +379,6 @@ def test_rotations_are_the_models_own_to_the_last_bit(name):
     for lengths, width in (([3, 0], 2), ([250, 255], 5), ([2000, 7], 3)):
         span = Span.after(lengths, width, torch.device("cpu"))
         cos, sin = rotary(torch.empty(0), span.positions)
-        got = rotations(span.positions, span.end)
-        assert got.is_contiguous()
+        got = rotations(span.end)[:, span.positions]
         assert got[0].tolist() == cos.tolist()
         assert got[1].tolist() == sin.tolist()
