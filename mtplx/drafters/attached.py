@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from mtplx import kernels
 from mtplx.errors import MtplxError
 from mtplx.kernels import Kernels
-from mtplx.models.blocks import Blocks, quantize
+from mtplx.models.blocks import Bits, Blocks, quantize
 from mtplx.models.eagle3 import Eagle3Head
 from mtplx.models.fused import (
     FusedLayers,
@@ -76,11 +76,13 @@ def _attend(span: Span, cache: KVSlots, q: Tensor, k: Tensor, v: Tensor) -> Tens
     return F.scaled_dot_product_attention(q, keys, values, attn_mask=span.mask, enable_gqa=True)
 
 
-class FusedHead(AttachedHead):
-    """The same with its matrices in blocks of 8 bits, each step a call of the kernels.
+BITS: Bits = 4
+"""Of a weight in the kernels' hands. What that rounds can cost acceptance, and not exactness; with
+the default model, four bits keep as many drafts as eight."""
 
-    What that rounds can cost acceptance, and not exactness.
-    """
+
+class FusedHead(AttachedHead):
+    """The same with its matrices in blocks of a few bits, each step a call of the kernels."""
 
     def __init__(self, head: Eagle3Head, trunk: Trunk, library: Kernels) -> None:
         super().__init__(head, trunk, torch.float32)
@@ -89,7 +91,7 @@ class FusedHead(AttachedHead):
         def tiled(linear: nn.Linear) -> TiledLinear:
             weight: Tensor | Blocks = linear.weight
             with suppress(ValueError):  # what cannot be cut into blocks stays as it is
-                weight = quantize(linear.weight, 8)
+                weight = quantize(linear.weight, BITS)
             return TiledLinear(library, Tiles.of(weight), linear.bias)
 
         parts: dict[str, TiledLinear | Tensor] = {
