@@ -20,13 +20,20 @@ from threading import Lock
 DEEPEST = 7
 """Tokens drafted at most: a pass of eight positions is the widest that costs little."""
 
-BEGINNING = 12
+RUN = 4
+"""Cycles of one depth in a row when it is tried: the first one finds the drafter's weights and code
+far from the processor, or the trunk's alone near it, and its time says nothing."""
+
+BEGINNING = 4 * RUN
 """Cycles, of depths near the usual one and of depth 0, before their times are believed."""
 
-AGAIN = 24
+RECENT = 24
+"""Cycles that say which depth is the usual one."""
+
+AGAIN = 96
 """Every so many cycles another depth is tried, if none has come by itself: what it takes and
-brings may have changed. A draft for nothing of half a cycle's time then costs 2%, and most cost
-less and bring something."""
+brings may have changed. A run for nothing, each cycle half as long again, then costs 2%, and most
+cost less and bring something."""
 
 OUTLIER = 2.0
 """Times what was to be expected, a time counts at most: now and then something else runs."""
@@ -39,6 +46,9 @@ FADING = 0.995
 
 FADING_TIME = 0.995
 """What a time counts after one more cycle, of whatever depth."""
+
+PRIOR_TIMES = 2.0
+"""Cycles of a depth that are taken to have taken what the line through all says."""
 
 FADING_RATE = 0.98
 """What the tokens and the time of a cycle count after one more."""
@@ -81,6 +91,10 @@ class Line:
         """Of y."""
         return self._y / self._weight
 
+    def mean_beside(self, y: float, count: float) -> float:
+        """Of y, were there as many more points of this one."""
+        return (self._y + count * y) / (self._weight + count)
+
     def slope(self, at_zero: float) -> float:
         """Never below 0; where all points have one x, that of the line from `at_zero` at x = 0."""
         mean, spread = self._x / self._weight, self._xx - self._x**2 / self._weight
@@ -97,7 +111,12 @@ class Line:
 
 
 class Times:
-    """What cycles of one number of rows took and gave."""
+    """What cycles of one number of rows took and gave.
+
+    What a depth takes is what its own cycles took, as far as there are any lately; behind it stands
+    the line through all that drafted. The first drafted token may cost next to nothing and the
+    fourth much, which no line says.
+    """
 
     def __init__(self, rows: int, usual: int) -> None:
         """
@@ -108,10 +127,12 @@ class Times:
         self.rows = rows
         self.cycles = 0
         # Depths of the last cycles.
-        self.recent: deque[int] = deque([usual], maxlen=AGAIN)
-        self._first: list[tuple[int, float, int]] = []
+        self.recent: deque[int] = deque([usual], maxlen=RECENT)
+        self.trial: int | None = None
+        self._first: list[tuple[int, float]] = []
         # A cycle without a draft also saves what any draft takes, whatever its depth.
         self._plain, self._drafting = Line(), Line()
+        self._own: dict[int, Line] = {}
         self._gained = self._spent = 0.0
         self._least = float("inf")
 
@@ -126,32 +147,47 @@ class Times:
 
     def took(self, depth: int, seconds: float, tokens: int) -> None:
         """Take in a cycle."""
+        # The very first of all cycles, too, are slower than any later one.
+        settled = self.cycles > 0 and bool(depth) == bool(self.recent[-1])
         if self.begun:
             # A line may promise less than any cycle took, or less than nothing.
-            expected = max(self._expected(depth), self._least)
-            self._count(depth, min(seconds, OUTLIER * expected), tokens)
-        else:
-            # The very first of all cycles are slower than any later one.
-            self._first.append((depth, seconds, tokens))
+            expected = max(self.expected(depth), self._least)
+            seconds = min(seconds, OUTLIER * expected)
+            if settled:
+                self._count(depth, seconds)
+            self._gain(seconds, tokens)
+        elif settled:
+            self._first.append((depth, seconds))
+            self._gain(seconds, tokens)
         self.cycles += 1
         self.recent.append(depth)
         if self.cycles == BEGINNING:
-            limit = OUTLIER * median(time for _, time, _ in self._first)
-            for was, time, gave in self._first:
-                self._count(was, min(time, limit), gave)
+            limit = OUTLIER * median(time for _, time in self._first)
+            for was, time in self._first:
+                self._count(was, min(time, limit))
+            self._spent = min(self._spent, limit * len(self._first))
 
-    def _count(self, depth: int, seconds: float, tokens: int) -> None:
+    def _count(self, depth: int, seconds: float) -> None:
         self._least = min(self._least, seconds)
-        self._plain.fade()
-        self._drafting.fade()
-        (self._drafting if depth else self._plain).add(depth, seconds)
+        own = self._own.setdefault(depth, Line())
+        for line in (self._plain, self._drafting, *self._own.values()):
+            line.fade()
+        for line in (self._drafting if depth else self._plain, own):
+            line.add(depth, seconds)
+
+    def _gain(self, seconds: float, tokens: int) -> None:
         self._gained = self._gained * FADING_RATE + tokens
         self._spent = self._spent * FADING_RATE + seconds
 
-    def _expected(self, depth: int) -> float:
+    def expected(self, depth: int) -> float:
+        """Seconds of a cycle of this depth; no end of them where nothing is known."""
         if depth == 0 and self._plain:
             return self._plain.mean
-        return self._drafting.at(depth, self.slope) if self._drafting else float("inf")
+        if not self._drafting:
+            return float("inf")
+        likely = self._drafting.at(depth, self.slope)
+        own = self._own.get(depth)
+        return own.mean_beside(likely, PRIOR_TIMES) if own else likely
 
     @property
     def slope(self) -> float:
@@ -159,13 +195,6 @@ class Times:
         if not self._drafting:
             return 0.0
         return self._drafting.slope(self._plain.mean if self._plain else 0.0)
-
-    @property
-    def start(self) -> float:
-        """Seconds of drafting at all, beside what each token adds."""
-        if not (self._plain and self._drafting):
-            return 0.0
-        return max(self._drafting.at(0, self.slope) - self._plain.mean, 0.0)
 
     @property
     def rate(self) -> float:
@@ -208,17 +237,19 @@ class Pace:
         """
         with self._lock:
             times = self._of(rows)
+            turn, due = divmod(times.cycles, AGAIN)
             if not times.begun:
                 usual = times.recent[0]
                 near = (usual, usual + 1, max(usual - 1, 0), 0)
-                return min(near[times.cycles % len(near)], deepest)
-            turn, due = divmod(times.cycles, AGAIN)
-            if due:
-                return None
-            usual = times.usual()
-            deeper, shallower = usual + 1 if usual < DEEPEST else usual - 1, usual - 1
-            depth = (deeper, shallower, deeper, 0)[turn % 4] if usual else 1
-            return None if depth in times.recent else min(depth, deepest)
+                times.trial = near[times.cycles // RUN % len(near)]
+            elif due == 0:
+                usual = times.usual()
+                deeper, shallower = usual + 1 if usual < DEEPEST else usual - 1, usual - 1
+                depth = (deeper, shallower, deeper, 0)[turn % 4] if usual else 1
+                times.trial = None if depth in times.recent else depth
+            elif due >= RUN:
+                times.trial = None
+            return None if times.trial is None else min(times.trial, deepest)
 
     def took(self, rows: int, depth: int, seconds: float, tokens: int) -> None:
         """Learn from a cycle that emitted so many tokens, of all rows."""
@@ -238,11 +269,12 @@ class Pace:
             times = self._of(rows)
             if drafted > max(times.recent):
                 return False  # a line is no guide to what lies far off
-            rate, slope = times.rate, times.slope
-            seconds, gained = 0.0 if drafted else times.start, 0.0
-        for hope in hopes:
-            gained, seconds = gained + hope, seconds + slope
-            if gained > rate * seconds:
+            rate, now = times.rate, times.expected(drafted)
+            deeper = [times.expected(drafted + 1 + i) - now for i in range(len(hopes))]
+        gained = 0.0
+        for hope, seconds in zip(hopes, deeper, strict=True):
+            gained += hope
+            if gained > rate * max(seconds, 0.0):
                 return True
         return False
 

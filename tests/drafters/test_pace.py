@@ -286,5 +286,5 @@ def test_times_that_bend_do_not_run_away():
         pace.took(1, depth, seconds, 1 + depth // 2)
     times = pace._of(1)
     assert 0 <= times.slope < 2e-3
-    assert 3e-3 < times._expected(1) < 9e-3
+    assert 3e-3 < times.expected(1) < 9e-3
     assert 0 < times.rate < 1000
