@@ -101,7 +101,7 @@ class GrammarCompiler:
         try:
             from llguidance.hf import from_tokenizer
         except ImportError:
-            raise MtplxError("a grammar needs llguidance: pip install 'mtplx[grammar]'") from None
+            raise MtplxError("a grammar needs llguidance: pip install llguidance") from None
         try:
             self._tokenizer = from_tokenizer(tokenizer, n_vocab=vocab_size)
         except Exception as error:  # whatever it or the tokenizer's own code raises

@@ -172,7 +172,7 @@ def test_a_text_does_not_go_on_where_llguidance_gives_up(llm, depth):
 
 def test_without_llguidance_it_is_asked_for(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance.hf", None)
-    with pytest.raises(MtplxError, match=r"pip install 'mtplx\[grammar\]'"):
+    with pytest.raises(MtplxError, match=r"pip install llguidance"):
         GrammarCompiler(tiny_checkpoint.tokenizer(), tiny_checkpoint.VOCAB_SIZE)
 
 

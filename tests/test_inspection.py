@@ -255,4 +255,6 @@ def test_the_default_model() -> None:
     assert set(found.dtypes) == {"Q4_1", "Q8_0", "F32"}
     assert (found.layers, found.hidden_size, found.context) == (30, 576, 8192)
     assert found.chat_template and found.eos_token_ids == (2,)
+    # The file has no settings: these are given to it.
+    assert found.sampling == {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
     assert found.runs

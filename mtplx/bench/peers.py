@@ -74,7 +74,5 @@ def expand(names: Sequence[str], model: str, is_gguf: bool) -> dict[str, Way]:
     for name, way in found.items():
         for package, module in way.packages.items():
             if find_spec(module) is None:
-                raise MtplxError(
-                    f"{name} needs {package}: pip install 'mtplx[bench]', or pip install {package}"
-                )
+                raise MtplxError(f"{name} needs {package}: pip install {package}")
     return found

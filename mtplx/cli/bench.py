@@ -171,14 +171,17 @@ def _check_outputs(json: Path | None, plots: Path | None) -> None:
     """Find out now what would be a pity to find out after minutes of measuring."""
     if json is not None:
         new = not json.exists()
-        # Appending nothing leaves what is there as it is.
-        with json.open("a", encoding="utf-8"):
-            pass
+        try:
+            # Appending nothing leaves what is there as it is.
+            with json.open("a", encoding="utf-8"):
+                pass
+        except OSError as error:
+            raise MtplxError(f"{json}: cannot be written ({error.strerror})") from None
         if new:
             json.unlink()
     if plots is not None:
         if find_spec("matplotlib") is None:
-            raise MtplxError("--plots needs matplotlib: pip install 'mtplx[bench]'")
+            raise MtplxError("--plots needs matplotlib: pip install matplotlib")
         plots.mkdir(parents=True, exist_ok=True)
 
 

@@ -113,7 +113,8 @@ def generate(
         if not json:
             _to_stdout("\n")
         sampling, verifier = result.sampling, result.verifier
-        plain = run(0, _silent)
+        # No longer than the other: short texts and long ones have their own speeds.
+        plain = run(0, _silent, len(result.token_ids))
 
     if json:
         answer = {

@@ -127,7 +127,7 @@ FrequencyPenalty = Annotated[
 NoRepeatNgram = Annotated[
     int | None,
     typer.Option(
-        metavar="N", help="No N tokens come twice in a row; 0 is off.", rich_help_panel=_SAMPLING
+        metavar="N", help="No run of N tokens comes twice; 0 is off.", rich_help_panel=_SAMPLING
     ),
 ]
 MinTokens = Annotated[

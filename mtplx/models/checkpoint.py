@@ -15,9 +15,9 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -43,13 +43,14 @@ class Checkpoint:
 
     `name` is what the user called it, `path` a directory in Hugging Face layout or a GGUF file,
     `head` the directory of an attached head that goes with it, `origin` the model's name where
-    it was published, if known.
+    it was published, if known, `sampling` the settings that go with it where its files have none.
     """
 
     name: str
     path: Path
     head: Path | None = None
     origin: str | None = None
+    sampling: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def is_gguf(self) -> bool:
@@ -86,6 +87,7 @@ class _Packaged:
     file: str
     sha256: str
     origin: str
+    sampling: Mapping[str, float]
 
 
 _BUILT_IN = {
@@ -95,6 +97,8 @@ _BUILT_IN = {
         file="SmolLM2-135M-Instruct.Q4_1.gguf",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         origin="HuggingFaceTB/SmolLM2-135M-Instruct",
+        # Its publishers say nothing; at temperature 1 so small a model loses its thread.
+        sampling={"temperature": 0.6, "top_p": 0.95, "top_k": 20},
     )
 }
 _HEADS = Path(__file__).parent.parent / "heads"
@@ -198,7 +202,7 @@ def _locate_built_in(name: str) -> Checkpoint:
             )
     head = _HEADS / name
     found = head if (head / "config.json").exists() else None
-    return Checkpoint(name, path, found, packaged.origin)
+    return Checkpoint(name, path, found, packaged.origin, packaged.sampling)
 
 
 def _download(repository: str) -> Path:
@@ -437,7 +441,8 @@ def generation_defaults(checkpoint: Checkpoint) -> GenerationDefaults:
     """
     if checkpoint.is_gguf:
         file = checkpoint.gguf_file
-        return GenerationDefaults(gguf.eos_token_ids(file), gguf.sampling(file))
+        sampling = gguf.sampling(file) or dict(checkpoint.sampling)
+        return GenerationDefaults(gguf.eos_token_ids(file), sampling)
 
     generation = _read_json(checkpoint.path / "generation_config.json")
     config = _read_json(checkpoint.path / "config.json")

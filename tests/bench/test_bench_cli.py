@@ -134,7 +134,7 @@ def test_what_cannot_be_written_is_told_first(run, tmp_path, monkeypatch):
     assert code == 1 and err.count("\n") == 1 and "file" in err
     monkeypatch.setattr(command, "find_spec", lambda module: None)
     code, _, err = run("--plots", tmp_path)
-    assert (code, err) == (1, "mtplx: --plots needs matplotlib: pip install 'mtplx[bench]'\n")
+    assert (code, err) == (1, "mtplx: --plots needs matplotlib: pip install matplotlib\n")
     assert blocked.read_text() == "kept"
 
 

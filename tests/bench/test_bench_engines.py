@@ -314,5 +314,5 @@ def test_a_library_stands_for_all_that_can_read_the_model(monkeypatch):
     with pytest.raises(MtplxError, match="reads GGUF files, and m is none"):
         peers.expand(["llama.cpp"], "m", is_gguf=False)
     monkeypatch.setattr(peers, "find_spec", lambda module: None)
-    with pytest.raises(MtplxError, match=r"llama.cpp:file needs llama-cpp-python: pip install 'mt"):
+    with pytest.raises(MtplxError, match=r"needs llama-cpp-python: pip install llama"):
         peers.expand(["llama.cpp"], "m.gguf", is_gguf=True)

