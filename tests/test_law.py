@@ -16,9 +16,15 @@ import tiny
 import torch
 from scipy import stats
 
+from mtplx import kernels
+from mtplx.drafters.attached import AttachedHead, FusedHead, attach
 from mtplx.drafters.pace import Pace
 from mtplx.engine.decoding import Batch
 from mtplx.engine.request import Request
+from mtplx.models import blocks
+from mtplx.models.fused import FusedTrunk
+from mtplx.models.slots import Span
+from mtplx.models.tiled import linear_layers, tile
 from mtplx.sampling import SamplerConfig, distribution_from_logits
 
 # Texts by the hundred thousand, by lines that other tests count, take twice as long when traced.
@@ -46,21 +52,35 @@ DRAFT_VOCAB = {"filtered": None, "hot": 3, "penalised": None}
 
 
 @functools.cache
-def model(vocabulary):
+def model(vocabulary, quantize=None):
+    """A random trunk: in torch, or with its layers in so many bits, by the kernels."""
     # Random models of which each shows the faults of `test_mutations` clearly.
-    return tiny.llama(vocabulary, seed={4: 8, 5: 5}[vocabulary], layers=1, heads=1)
+    if quantize is None:
+        return tiny.llama(vocabulary, seed={4: 8, 5: 5}[vocabulary], layers=1, heads=1)
+    network = tiny.llama(vocabulary, seed=5, layers=1, heads=2, width=32, inner=32).model
+    library = kernels.find()
+    for layer_name, layer in linear_layers(network):
+        tile(network, layer_name, library, blocks.quantize(layer.weight, quantize), layer.bias)
+    return FusedTrunk(network, library)
+
+
+def drafter(trunk, draft_vocab_size=None):
+    head = tiny.eagle3(trunk, draft_vocab_size)
+    return attach(head, trunk) if isinstance(trunk, FusedTrunk) else AttachedHead(head, trunk)
 
 
 @functools.cache
-def exact(name, length, vocabulary):
+def exact(name, length, vocabulary, quantize=None):
     """The joint distribution of the first tokens, [V] * length, by enumeration."""
+    trunk = model(vocabulary, quantize)
     p, config = np.ones(()), SETTINGS[name]
     for n in range(length):
         prefixes = np.array(list(itertools.product(range(vocabulary), repeat=n)), dtype=int)
         prefixes = prefixes.reshape(vocabulary**n, n)
         texts = np.concatenate([np.tile(PROMPT, (vocabulary**n, 1)), prefixes], axis=1)
-        with torch.inference_mode():
-            logits = model(vocabulary).model(torch.tensor(texts)).logits[:, -1].numpy()
+        span = Span.after([0] * len(texts), texts.shape[1], trunk.device)
+        cache = trunk.new_cache(span.end)
+        logits = trunk.forward(torch.tensor(texts), span, cache).logits[:, -1].numpy()
         rows = [
             distribution_from_logits(row, config, prompt_ids=PROMPT, output_ids=prefix)
             for row, prefix in zip(logits, prefixes, strict=True)
@@ -69,10 +89,10 @@ def exact(name, length, vocabulary):
     return p
 
 
-def observed(name, depth, verifier, runs, length, vocabulary):
+def observed(name, depth, verifier, runs, length, vocabulary, quantize=None):
     """How often each text came out, [V] * length."""
-    trunk = model(vocabulary)
-    head = tiny.attached(trunk, DRAFT_VOCAB[name])
+    trunk = model(vocabulary, quantize)
+    head = drafter(trunk, DRAFT_VOCAB[name])
     counts = np.zeros([vocabulary] * length, dtype=int)
     # Half of the time would go into looking for garbage among many small requests.
     gc.disable()
@@ -115,7 +135,7 @@ def measure_by_ones(name, verifier, runs):
     """
     length, vocabulary = 4, 4
     trunk = model(vocabulary)
-    head = tiny.attached(trunk)
+    head = drafter(trunk)
     counts = np.zeros([2] + [vocabulary] * length, dtype=int)
     for seed in range(runs):
         free = Request(PROMPT, SETTINGS[name], seed, length, 3, verifier=verifier, adaptive=True)
@@ -146,10 +166,10 @@ def p_value(counts, joint):
     return stats.chisquare(seen, expected * (seen.sum() / expected.sum())).pvalue
 
 
-def measure(name, depth, verifier, runs, length=None, vocabulary=VOCAB):
+def measure(name, depth, verifier, runs, length=None, vocabulary=VOCAB, quantize=None):
     length = length or depth + 2
-    counts = observed(name, depth, verifier, runs, length, vocabulary)
-    return p_value(counts, exact(name, length, vocabulary))
+    counts = observed(name, depth, verifier, runs, length, vocabulary, quantize)
+    return p_value(counts, exact(name, length, vocabulary, quantize))
 
 
 # In 9 of 10 cases, 200,000 runs show a distance of 1.5% from the target, 60,000 one of 2.7%, and at
@@ -181,6 +201,30 @@ def test_the_joint_distribution_of_a_deeper_block_is_the_targets():
 @pytest.mark.parametrize("verifier", VERIFIERS)
 def test_the_joint_distribution_is_the_targets_over_fewer_runs(name, depth, verifier):
     assert measure(name, depth, verifier, 10_000) > THRESHOLD
+
+
+# The target is the quantised trunk, as it computes.
+@pytest.mark.skipif(kernels.find() is None, reason="the kernels are not built")
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("verifier", VERIFIERS)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_joint_distribution_is_that_of_a_quantised_target(name, verifier, bits):
+    trunk = model(VOCAB, bits)
+    assert isinstance(trunk, FusedTrunk) and isinstance(drafter(trunk), FusedHead)
+    assert measure(name, 2, verifier, 20_000, quantize=bits) > THRESHOLD
+
+
+@pytest.mark.skipif(kernels.find() is None, reason="the kernels are not built")
+def test_the_measure_tells_a_quantised_target_from_the_one_it_was_made_of():
+    plain = tiny.llama(VOCAB, seed=5, layers=1, heads=2, width=32, inner=32)
+    ids = torch.tensor([PROMPT])
+    with torch.inference_mode():
+        logits = plain.model(ids).logits[0, -1].double()
+    once = exact("hot", 1, VOCAB, 4)
+    counts = observed("hot", 2, "token", 20_000, 4, VOCAB, 4).sum((1, 2, 3))
+    assert p_value(counts, once) > THRESHOLD
+    assert p_value(counts, (logits / SETTINGS["hot"].temperature).softmax(-1).numpy()) < 1e-6
 
 
 # A rule may be exact over a cycle and biased over two, where what was rejected is drafted again.
