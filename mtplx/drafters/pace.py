@@ -267,15 +267,13 @@ class Pace:
         """
         with self._lock:
             times = self._of(rows)
-            if drafted > max(times.recent):
-                return False  # a line is no guide to what lies far off
-            rate, now = times.rate, times.expected(drafted)
-            deeper = [times.expected(drafted + 1 + i) - now for i in range(len(hopes))]
-        gained = 0.0
-        for hope, seconds in zip(hopes, deeper, strict=True):
-            gained += hope
-            if gained > rate * max(seconds, 0.0):
-                return True
+            # What is known is no guide to what lies far off.
+            further = max(times.recent) + 1 - drafted
+            rate, now, gained = times.rate, times.expected(drafted), 0.0
+            for ahead, hope in enumerate(hopes[: max(further, 0)], 1):
+                gained += hope
+                if gained > rate * max(times.expected(drafted + ahead) - now, 0.0):
+                    return True
         return False
 
     def learn(self, confidence: float, probability: float) -> None:
