@@ -17,11 +17,9 @@ run: install
 	@$(BIN)/mtplx generate "$(PROMPT)" --compare --max-tokens 192 \
 		--temperature 0.6 --top-p 0.95 --top-k 20
 
-test: types tests
-quick: types quick-tests
-
 # mypy has work for one core, so the tests need not wait for it.
-MAKEFLAGS += --jobs=2
+test quick: install
+	@$(MAKE) --no-print-directory --jobs=2 types $(if $(filter quick,$@),quick-)tests
 
 # No test may ask a hub for anything. Side by side, each worker computes with one thread: two that
 # use all cores wait for each other most of the time.

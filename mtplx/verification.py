@@ -185,8 +185,8 @@ def draw(p: Distributions, u: Tensor) -> Tensor:
         return p.tokens(_column(p.p, u))
     rows, width = p.p.shape
     parts = p.p.contiguous(), p.ids.contiguous(), u.to(torch.float64)
-    token, probability = p.ids.new_empty(rows), p.p.new_empty(rows)
-    pointers = [part.data_ptr() for part in (*parts, token, probability)]
+    token = p.ids.new_empty(rows)
+    pointers = [part.data_ptr() for part in (*parts, token)]
     library.draw(*pointers, rows, width, parts[2].stride(0))
     return token
 
@@ -194,7 +194,11 @@ def draw(p: Distributions, u: Tensor) -> Tensor:
 def _kernels(*rows: Distributions) -> Kernels | None:
     """For rows whose filters leave few tokens, on a CPU: small operations would take longer."""
     own = all(
-        row.p.device.type == "cpu" and row.ids is not None and row.ids.ndim == row.p.ndim
+        row.p.device.type == "cpu"
+        and row.p.dtype == torch.float32
+        and row.ids is not None
+        and row.ids.ndim == row.p.ndim
+        and row.ids.dtype == torch.int64
         for row in rows
     )
     return kernels.find() if own else None

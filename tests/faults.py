@@ -176,8 +176,8 @@ def put(patch, owner, name, wrong):
 def edited(owner, name, old, new):
     """Other source text in a function or method.
 
-    What the kernels do instead for some rows is put aside: decisions are compared one by one with
-    theirs as well.
+    What the kernels do instead for some rows is put aside. No fault is planted in C: its decisions
+    are compared one by one with the law's, as these are.
     """
 
     def plant(patch):

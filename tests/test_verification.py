@@ -1,5 +1,7 @@
 """Batched verification against the scalar law, decision for decision."""
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -120,6 +122,19 @@ def drafts(seed, depth, vocab, width, from_q, form):
     return rng, p, wide_q, depths, p_rows, draft
 
 
+def torch_too(test):
+    """A case of a hypothesis test, decided once more without the kernels."""
+
+    @functools.wraps(test)
+    def both(*case, **named):
+        test(*case, **named)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(verification, "_kernels", lambda *rows: None)
+            test(*case, **named)
+
+    return both
+
+
 seeds, sizes = st.integers(0, 2**32 - 1), st.integers(1, 6)
 
 
@@ -131,6 +146,7 @@ seeds, sizes = st.integers(0, 2**32 - 1), st.integers(1, 6)
     st.booleans(),
     st.sampled_from(FORMS),
 )
+@torch_too
 def test_the_token_rule_decides_as_the_law(seed, depth, vocab, width, from_q, form):
     width = min(width, vocab)
     rng, p, wide_q, depths, p_rows, draft = drafts(seed, depth, vocab, width, from_q, form)
@@ -159,6 +175,7 @@ def test_the_token_rule_decides_as_the_law(seed, depth, vocab, width, from_q, fo
     st.booleans(),
     st.sampled_from(FORMS),
 )
+@torch_too
 def test_the_block_rule_decides_as_the_law(seed, depth, vocab, width, from_q, form):
     width = min(width, vocab)
     rng, p, wide_q, depths, p_rows, draft = drafts(seed, depth, vocab, width, from_q, form)
@@ -207,14 +224,24 @@ def test_the_coupled_rule_decides_as_the_law(seed, depth, vocab, width, from_q, 
         assert [*tokens[:kept], int(verdict.token[b])] == expected
 
 
-def test_rows_have_rules_of_their_own():
-    rules = ["token", "block", "coupled"] * 10
-    rng, *_, p, draft = drafts(5, 3, 6, 6, True, "whole")
+@pytest.fixture(params=["in C", "in torch"])
+def either(request, monkeypatch):
+    """By the kernels, where they are built and take such rows, and without them."""
+    if request.param == "in torch":
+        monkeypatch.setattr(verification, "_kernels", lambda *rows: None)
+
+
+@pytest.mark.parametrize("rules", [["token", "block", "coupled"], ["token", "block", "block"]])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.usefixtures("either")
+def test_rows_have_rules_of_their_own(form, rules):
+    rules = rules * 10
+    rng, *_, p, draft = drafts(5, 3, 6, 6, True, form)
     p, draft = p[:30], Draft(draft.tokens[:30], draft.q[:30])
     depths = torch.tensor(rng.integers(0, 4, size=30))
     lengths = rng.integers(100, size=30).tolist()
     mixed = verify(p, draft, depths, Noise(range(30), lengths, rules, 3, CPU))
-    for rule in ("token", "block", "coupled"):
+    for rule in sorted(set(rules)):
         alike = verify(p, draft, depths, Noise(range(30), lengths, [rule] * 30, 3, CPU))
         rows = [r == rule for r in rules]
         assert mixed.accepted[rows].tolist() == alike.accepted[rows].tolist()
@@ -278,9 +305,11 @@ def test_an_acceptance_close_to_one_is_not_rounded_up():
 
 
 @pytest.mark.parametrize("rule", ["token", "block", "coupled"])
-def test_rows_do_not_meet(rule):
+@pytest.mark.parametrize("form", [whole, functools.partial(on_its_support, vocab=5)])
+@pytest.mark.usefixtures("either")
+def test_rows_do_not_meet(rule, form):
     rng = np.random.default_rng(0)
-    p, q = whole(simplex(rng, 40, 3, 5)), whole(simplex(rng, 40, 2, 5))
+    p, q = form(simplex(rng, 40, 3, 5)), form(simplex(rng, 40, 2, 5))
     tokens = torch.tensor(rng.integers(5, size=(40, 2)))
     depths = torch.tensor(rng.integers(0, 3, size=40))
     lengths = rng.integers(50, size=40).tolist()
@@ -395,3 +424,12 @@ def test_noise_stays_below_one_where_float32_is_the_widest(monkeypatch):
     assert got.dtype == torch.float32
     assert (got < 1).all()
     assert draw(whole(np.full((3, 2), 0.5)), got[0]).tolist() == [1, 0, 0]
+
+
+@pytest.mark.usefixtures("either")
+def test_numbers_of_other_types_are_read_as_what_they_are():
+    ids = torch.tensor([[1, 4]])
+    for p in (torch.tensor([[0.25, 0.75]]), torch.tensor([[0.25, 0.75]], dtype=torch.float64)):
+        for own in (ids, ids.int()):
+            for u, expected in ((0.1, 1), (0.6, 4)):
+                assert int(draw(Distributions(p, own), torch.tensor([u]).double())) == expected

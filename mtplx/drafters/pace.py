@@ -24,14 +24,14 @@ RUN = 4
 """Cycles of one depth in a row when it is tried: the first one finds the drafter's weights and code
 far from the processor, or the trunk's alone near it, and its time says nothing."""
 
-BEGINNING = 4 * RUN
-"""Cycles, of depths near the usual one and of depth 0, before their times are believed."""
+BEGINNING = 4 * (RUN - 1)
+"""Times that count, of depths near the usual one and of depth 0, before they are believed."""
 
 RECENT = 24
 """Cycles that say which depth is the usual one."""
 
 AGAIN = 96
-"""Every so many cycles another depth is tried, if none has come by itself: what it takes and
+"""After so many cycles another depth is tried, if none has come by itself: what it takes and
 brings may have changed. A run for nothing, each cycle half as long again, then costs 2%, and most
 cost less and bring something."""
 
@@ -45,7 +45,7 @@ FADING = 0.995
 """What an outcome counts after one more of its level."""
 
 FADING_TIME = 0.995
-"""What a time counts after one more cycle, of whatever depth."""
+"""What a time counts after one more that counts, of whatever depth."""
 
 PRIOR_TIMES = 2.0
 """Cycles of a depth that are taken to have taken what the line through all says."""
@@ -126,63 +126,98 @@ class Times:
         """
         self.rows = rows
         self.cycles = 0
-        # Depths of the last cycles.
+        self._begin_near = usual
+        # Depths of the last cycles, and of the last whose times counted.
         self.recent: deque[int] = deque([usual], maxlen=RECENT)
-        self.trial: int | None = None
-        self._first: list[tuple[int, float]] = []
-        # A cycle without a draft also saves what any draft takes, whatever its depth.
-        self._plain, self._drafting = Line(), Line()
+        self._counted: deque[int] = deque(maxlen=RECENT)
+        # Depth, time and tokens of the cycles before anything is believed.
+        self._first: deque[tuple[int, float, int]] | None = deque(maxlen=4 * BEGINNING)
+        # A cycle without a draft also saves what any draft takes, so it has no part in the line.
+        self._drafting = Line()
         self._own: dict[int, Line] = {}
         self._gained = self._spent = 0.0
         self._least = float("inf")
+        # The depth on trial, for how many cycles more, when the next trial is due, and how many
+        # there have been.
+        self._trial = self._left = self._due = self._trials = 0
 
     @property
     def begun(self) -> bool:
         """Whether enough is known to decide by."""
-        return self.cycles >= BEGINNING
+        return self._first is None
 
     def usual(self) -> int:
         """The depth of most of the last cycles."""
         return mode(self.recent)
 
+    def to_try(self) -> int | None:
+        """A depth to draft to for the sake of knowing, or None where enough is known."""
+        if not self.begun:
+            usual = self._begin_near
+            near = (usual, usual + 1, max(usual - 1, 0), 0)
+            return near[self.cycles // RUN % len(near)]
+        if not self._left and self.cycles >= self._due:
+            usual = self.usual()
+            deeper, shallower = usual + 1 if usual < DEEPEST else usual - 1, usual - 1
+            self._trial = (deeper, shallower, deeper, 0)[self._trials % 4] if usual else 1
+            self._trials += 1
+            self._due = self.cycles + AGAIN
+            self._left = 0 if self._trial in self._counted else RUN
+        if not self._left:
+            return None
+        self._left -= 1
+        return self._trial
+
     def took(self, depth: int, seconds: float, tokens: int) -> None:
         """Take in a cycle."""
         # The very first of all cycles, too, are slower than any later one.
         settled = self.cycles > 0 and bool(depth) == bool(self.recent[-1])
-        if self.begun:
-            # A line may promise less than any cycle took, or less than nothing.
-            expected = max(self.expected(depth), self._least)
-            seconds = min(seconds, OUTLIER * expected)
-            if settled:
-                self._count(depth, seconds)
-            self._gain(seconds, tokens)
-        elif settled:
-            self._first.append((depth, seconds))
-            self._gain(seconds, tokens)
         self.cycles += 1
         self.recent.append(depth)
-        if self.cycles == BEGINNING:
-            limit = OUTLIER * median(time for _, time in self._first)
-            for was, time in self._first:
-                self._count(was, min(time, limit))
-            self._spent = min(self._spent, limit * len(self._first))
+        if self._first is not None:
+            if settled:
+                self._first.append((depth, seconds, tokens))
+                self._begin(self._first)
+            return
+        # A line may promise less than any cycle took, or less than nothing.
+        seconds = min(seconds, OUTLIER * max(self.expected(depth), self._least))
+        self._gain(seconds, tokens)
+        if settled:
+            self._count(depth, seconds)
+
+    def _begin(self, first: deque[tuple[int, float, int]]) -> None:
+        """Believe the first times, if they are enough."""
+        enough = self.cycles >= 4 * RUN and len(first) >= BEGINNING
+        if not enough or not any(depth for depth, *_ in first):
+            return
+        limit = OUTLIER * median(seconds for _, seconds, _ in first)
+        self._first, self._due = None, self.cycles + AGAIN
+        for depth, seconds, tokens in first:
+            self._count(depth, min(seconds, limit))
+            self._gain(min(seconds, limit), tokens)
 
     def _count(self, depth: int, seconds: float) -> None:
         self._least = min(self._least, seconds)
+        self._counted.append(depth)
         own = self._own.setdefault(depth, Line())
-        for line in (self._plain, self._drafting, *self._own.values()):
+        for line in (self._drafting, *self._own.values()):
             line.fade()
-        for line in (self._drafting if depth else self._plain, own):
+        for line in (own, self._drafting) if depth else (own,):
             line.add(depth, seconds)
 
     def _gain(self, seconds: float, tokens: int) -> None:
         self._gained = self._gained * FADING_RATE + tokens
         self._spent = self._spent * FADING_RATE + seconds
 
+    @property
+    def _plain(self) -> float:
+        """Seconds of a cycle without a draft, 0 where there was none."""
+        return self._own[0].mean if 0 in self._own else 0.0
+
     def expected(self, depth: int) -> float:
         """Seconds of a cycle of this depth; no end of them where nothing is known."""
         if depth == 0 and self._plain:
-            return self._plain.mean
+            return self._plain
         if not self._drafting:
             return float("inf")
         likely = self._drafting.at(depth, self.slope)
@@ -192,14 +227,12 @@ class Times:
     @property
     def slope(self) -> float:
         """Seconds of one token more, 0 where no cycle drafted."""
-        if not self._drafting:
-            return 0.0
-        return self._drafting.slope(self._plain.mean if self._plain else 0.0)
+        return self._drafting.slope(self._plain) if self._drafting else 0.0
 
     @property
     def rate(self) -> float:
         """Tokens per second that the last cycles gave, and no fewer than without drafts."""
-        plain = self.rows / self._plain.mean if self._plain else 0.0
+        plain = self.rows / self._plain if self._plain else 0.0
         return max(self._gained / self._spent, plain)
 
 
@@ -236,20 +269,8 @@ class Pace:
             deepest: that is allowed now.
         """
         with self._lock:
-            times = self._of(rows)
-            turn, due = divmod(times.cycles, AGAIN)
-            if not times.begun:
-                usual = times.recent[0]
-                near = (usual, usual + 1, max(usual - 1, 0), 0)
-                times.trial = near[times.cycles // RUN % len(near)]
-            elif due == 0:
-                usual = times.usual()
-                deeper, shallower = usual + 1 if usual < DEEPEST else usual - 1, usual - 1
-                depth = (deeper, shallower, deeper, 0)[turn % 4] if usual else 1
-                times.trial = None if depth in times.recent else depth
-            elif due >= RUN:
-                times.trial = None
-            return None if times.trial is None else min(times.trial, deepest)
+            depth = self._of(rows).to_try()
+        return None if depth is None else min(depth, deepest)
 
     def took(self, rows: int, depth: int, seconds: float, tokens: int) -> None:
         """Learn from a cycle that emitted so many tokens, of all rows."""

@@ -115,7 +115,7 @@ class Kernels:
             columns, rows, width, room, threads).
         philox: random words: (given, words, n).
         uniforms: random numbers: (given, u, n).
-        draw: a token of each row: (p, tokens, u, token, probability, rows, width, stride).
+        draw: a token of each row: (p, tokens, u, token, rows, width, stride).
         verify: what becomes of drafts: (p, p_tokens, q, q_tokens, drafted, depths, accept, emit,
             block, kept, token, probability, weights, batch, depth, p_width, q_width,
             accept_stride, emit_stride).
@@ -139,7 +139,7 @@ class Kernels:
         self.shape.argtypes = [*[c_void_p] * 8, *[c_int32] * 4]
         self.draw = library.mtplx_draw
         self.draw.restype = None
-        self.draw.argtypes = [*[c_void_p] * 5, *[c_int32] * 3]
+        self.draw.argtypes = [*[c_void_p] * 4, *[c_int32] * 3]
         self.verify = library.mtplx_verify
         self.verify.restype = None
         self.verify.argtypes = [*[c_void_p] * 13, *[c_int32] * 6]

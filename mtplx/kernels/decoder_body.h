@@ -756,12 +756,11 @@ static void pass_of(const Decoder *d, const Cache *cache, const Pass *pass, cons
     for (int l = 0; l < d->layers; l++) {
         const Layer *layer = &d->layer[l];
         const size_t slots = (size_t)l * cache->slots;
-        if (thread == 0) show(pass, l, hidden);
-        if (l == 0 && joins) {
+        if (l == 0 && joins)
             join_rows(d, pass, thread, own.normed);
-        } else {
+        else
             norm_rows(pass->x, layer->input_norm, d, rows, own.normed);
-        }
+        if (thread == 0) show(pass, l, hidden);
         const int plain = is_plain(&layer->q) || is_plain(&layer->k) || is_plain(&layer->v);
         take_rows(own.normed, rows, layer->q.inputs, plain, &own.in);
         my_part(&layer->q, &own.in, rows, thread, threads, room->q, 0);

@@ -63,14 +63,12 @@ static int32_t drawn_column(Row row, double u) {
     return row.width - 1; /* not reached, as u is below 1 */
 }
 
-/* A token of each row [rows, width] by its uniform, which lie `stride` apart, and how likely it was. */
+/* A token of each row [rows, width] by its uniform; these lie `stride` apart. */
 void mtplx_draw(const float *p, const int64_t *tokens, const double *u, int64_t *token,
-                float *probability, int32_t rows, int32_t width, int32_t stride) {
+                int32_t rows, int32_t width, int32_t stride) {
     for (int32_t row = 0; row < rows; row++) {
         const Row own = row_of(p, tokens, width, row);
-        const int32_t column = drawn_column(own, u[(int64_t)row * stride]);
-        token[row] = own.tokens[column];
-        probability[row] = own.p[column];
+        token[row] = own.tokens[drawn_column(own, u[(int64_t)row * stride])];
     }
 }
 

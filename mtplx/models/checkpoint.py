@@ -50,7 +50,7 @@ class Checkpoint:
     path: Path
     head: Path | None = None
     origin: str | None = None
-    sampling: Mapping[str, float] = field(default_factory=dict)
+    sampling: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     @property
     def is_gguf(self) -> bool:

@@ -28,6 +28,9 @@ _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 ROWS = 256
 """Positions in one call; more are cut."""
 
+SMALL = 2**20
+"""Bytes of scratch memory that a cache keeps: a prompt's pass takes far more than a cycle's."""
+
 _EMBEDDED = [torch.float32, torch.bfloat16, torch.float16]
 """Types of an embedding, in the order of kernels/decoder.h."""
 
@@ -88,11 +91,13 @@ class Rotations:
 
     def __call__(self, end: int) -> Tensor:
         """Cosines and sines of every position below `end` and maybe more, [2, P, D] float32."""
-        if end > self._table.shape[1]:
+        # One table throughout, whatever another thread puts in its place.
+        table = self._table
+        if end > table.shape[1]:
             # Twice as many as before, so that a growing text has few made anew.
-            every = torch.arange(max(end, 2 * self._table.shape[1], 256))[None]
-            self._table = torch.cat(self._rotary(torch.empty(0), every)).float()
-        return self._table
+            every = torch.arange(max(end, 2 * table.shape[1], 256))[None]
+            table = self._table = torch.cat(self._rotary(torch.empty(0), every)).float()
+        return table
 
 
 class FusedLayers:
@@ -193,6 +198,8 @@ class FusedLayers:
         cache.reserve(span)
         # The kernels do not ask how large anything is.
         assert span.positions.shape == shape and rotations.shape[::2] == (2, self.head_size)
+        assert tokens.dtype == span.positions.dtype == torch.int64
+        assert rotations.dtype == torch.float32 and rotations.stride(1) == self.head_size
         assert (states is not None) is self.joins
         assert states is None or (states.shape == (*shape, size) and states.dtype == torch.float32)
         tokens, positions = tokens.contiguous(), span.positions.contiguous()
@@ -303,11 +310,14 @@ class FusedSlots:
             )
 
     def scratch(self, layers: FusedLayers, rows: int, threads: int) -> Tensor:
-        """Memory that a pass may write to as it likes."""
+        """Memory that a pass may write to as it likes; kept for the next one if it is small."""
         room = layers.library.room(layers.decoder, rows, threads, self.capacity)
-        if room > len(self._scratch):
-            self._scratch = torch.empty(room, dtype=torch.uint8)
-        return self._scratch
+        if room <= len(self._scratch):
+            return self._scratch
+        scratch = torch.empty(room, dtype=torch.uint8)
+        if room <= SMALL:
+            self._scratch = scratch
+        return scratch
 
     def table(self) -> kernels.Cache:
         """For the kernels."""
@@ -389,6 +399,8 @@ class FusedTrunk(Trunk):
     @torch.inference_mode()
     def read(self, tokens: Tensor, taps: Sequence[int] = ()) -> TrunkOutput:
         batch, width = tokens.shape
+        if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocab_size:
+            raise IndexError(f"a token id outside the vocabulary of {self.vocab_size}")
         span = Span.after([0] * batch, width, tokens.device)
         return self.forward(tokens, span, self.new_cache(width), taps, with_logits=False)
 

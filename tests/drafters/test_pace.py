@@ -10,6 +10,8 @@ from mtplx.drafters.pace import (
     DEEPEST,
     FADING_TRUST,
     PRIOR,
+    RECENT,
+    RUN,
     Draftsman,
     Line,
     Pace,
@@ -99,10 +101,9 @@ def test_a_line_forgets():
 
 
 def test_it_begins_at_the_recommended_depth_and_its_neighbours():
-    depths = Machine(1.0, 0.1, 0.1, 0.5, usual=3).run(BEGINNING)
-    assert depths[0] == 3
-    assert set(depths) == {0, 2, 3, 4}
-    assert set(Machine(1.0, 0.1, 0.1, 0.5, usual=1).run(BEGINNING)) == {0, 1, 2}
+    depths = Machine(1.0, 0.1, 0.1, 0.5, usual=3).run(4 * RUN)
+    assert depths == [3] * RUN + [4] * RUN + [2] * RUN + [0] * RUN
+    assert set(Machine(1.0, 0.1, 0.1, 0.5, usual=1).run(4 * RUN)) == {0, 1, 2}
 
 
 @pytest.mark.parametrize(("start", "slope"), [(0.0, 0.6), (0.5, 0.1), (0.2, 0.3)])
@@ -148,7 +149,7 @@ def test_no_depth_comes_out_of_the_blue():
     machine, noise = Machine(1.0, 0.0, 0.0, chance=0.9), random.Random(0)
     depths = [machine.cycle(noise=noise.choice([0.5, 1, 3]))[0] for _ in range(300)]
     for i in range(1, len(depths)):
-        assert depths[i] <= max(3, *depths[max(0, i - AGAIN) : i]) + 1
+        assert depths[i] <= max(3, *depths[max(0, i - RECENT) : i]) + 1
 
 
 def test_a_few_cycles_beside_something_else_change_nothing():
@@ -288,3 +289,67 @@ def test_times_that_bend_do_not_run_away():
     assert 0 <= times.slope < 2e-3
     assert 3e-3 < times.expected(1) < 9e-3
     assert 0 < times.rate < 1000
+
+
+# --- Which times count ------------------------------------------------------------------------
+
+
+def steady(pace, cycles, depth=0, seconds=1.0, rows=1):
+    for _ in range(cycles):
+        pace.took(rows, depth, seconds, rows)
+
+
+def test_the_first_cycle_with_or_without_a_draft_does_not_count():
+    pace = Pace(1)
+    for _ in range(40):
+        for depth, seconds in ((0, 1.0), (1, 1.2)):
+            pace.took(1, depth, 9.0, 1)
+            steady(pace, RUN - 1, depth, seconds)
+    times = pace._of(1)
+    assert times.expected(0) == pytest.approx(1.0)
+    assert times.expected(1) == pytest.approx(1.2)
+
+
+def test_what_each_depth_takes_is_its_own():
+    """Nearly nothing for the first token and much for the second: no line says so."""
+    pace = Pace(1)
+    for _ in range(60):
+        for depth, seconds in ((0, 1.0), (1, 1.05), (2, 1.8)):
+            steady(pace, RUN, depth, seconds)
+    times = pace._of(1)
+    for depth, seconds in ((0, 1.0), (1, 1.05), (2, 1.8)):
+        assert times.expected(depth) == pytest.approx(seconds, rel=0.05)
+    assert pace.pays(1, 0, [0.2]) and not pace.pays(1, 1, [0.2])
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_cycles_that_never_settle_are_no_beginning(rows):
+    """Every other one drafts, as two short texts side by side may: nothing is known, or broken."""
+    pace = Pace(3)
+    for i in range(200):
+        pace.took(rows, 1 - i % 2, 0.02, rows)
+    assert pace.to_try(rows, DEEPEST) is not None
+    steady(pace, BEGINNING, 1, 0.02, rows)
+    steady(pace, BEGINNING + 1, 0, 0.01, rows)
+    assert pace._of(rows).begun
+    assert pace.pays(rows, 0, [5.0 * rows]) and not pace.pays(rows, 0, [0.01])
+
+
+def test_many_texts_of_one_token_are_no_beginning():
+    """Those draft nothing, and so say nothing about drafts."""
+    machine = Machine(1.0, 0.05, 0.05, chance=0.95)
+    machine.run(200, depths=[0])
+    assert usual(machine.run(4 * RUN + 40)[4 * RUN :]) > 3
+
+
+def test_depth_0_is_tried_again_though_texts_end_with_it():
+    """The last cycle of a text has nothing to draft; it follows one that did, and says nothing."""
+    machine = Machine(10.0, 0.0, 0.5, chance=0.6)
+    for _ in range(200):
+        machine.run(11)
+        machine.run(1, depths=[0])
+    machine.plain, machine.start = 1.0, 9.0
+    for _ in range(300):
+        machine.run(11)
+        machine.run(1, depths=[0])
+    assert usual(machine.run(60)) < 1
