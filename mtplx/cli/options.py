@@ -163,6 +163,7 @@ Threads = Annotated[
     int | None,
     typer.Option(
         min=1,
+        max=512,  # far more of them exhaust what a process may map
         metavar="N",
         help="Threads of a CPU to compute with. If not given, one for each physical core.",
     ),
