@@ -36,6 +36,7 @@ def assert_found(rows, ks):
 values = st.sampled_from([-np.inf, -3.0, -0.0, 0.0, 1e-40, 1.0, 7.5, 3e38])
 
 
+@pytest.mark.slow
 @given(st.data(), st.integers(1, 300), st.integers(1, 3))
 def test_the_largest_are_those_of_a_sort(data, width, count):
     """Few values, so that ties meet the last place; and widths that leave a part of a block."""

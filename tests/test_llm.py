@@ -132,6 +132,7 @@ def test_an_end_token_of_minus_1_is_none(tmp_path: Path) -> None:
     assert llm.generate("hi", max_tokens=4, sampling=wanted).token_ids == [last] * 4
 
 
+@pytest.mark.slow
 def test_threads_may_share_a_model(llm: mtplx.LLM) -> None:
     def work(i: int) -> list[int]:
         prompt, depth = PAIRS[i % len(PAIRS)]
@@ -530,6 +531,7 @@ def test_the_dtype_can_be_torchs(directories: tuple[Path, Path]) -> None:
     assert mtplx.load(directories[0], dtype=torch.float16).trunk.dtype == torch.float16
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_the_default_model_answers() -> None:
     llm = mtplx.load()

@@ -135,6 +135,7 @@ def text(head, one):
 # --- Every rule -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(requests(), st.lists(requests(), min_size=1, max_size=5), depths)
 @example(hot("token"), CROWD, 2)
@@ -207,6 +208,7 @@ def test_every_bit_of_the_seed_does_matter(verifier, depth, bit):
     assert first != second
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(requests(), st.lists(requests(), min_size=1, max_size=3), schedules)
 @example(hot("token"), CROWD[:2], [0, 5, 2])
@@ -258,6 +260,7 @@ def test_a_coupled_request_may_choose_its_depth(one, head, fixed, schedule):
         assert texts(Batch(TRUNK, HEADS[head], [free, *fixed], pace))[0] == plain(one)
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(
     requests(verifiers=["coupled"], to_be_paused=True),

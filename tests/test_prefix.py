@@ -78,6 +78,7 @@ def test_it_goes_as_far_as_the_tokens_are_the_same(load, fresh):
         assert got.stats.cached_tokens == common
 
 
+@pytest.mark.slow
 def test_a_longer_context_than_before_is_room_enough(load, fresh):
     llm = load()
     llm.generate(PROMPT, max_tokens=2, depth=1, sampling=SAMPLING)
@@ -112,6 +113,7 @@ def test_batches_neither_use_nor_leave_anything(load):
     assert llm.generate(PROMPT, max_tokens=4, sampling=SAMPLING).stats.cached_tokens == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [0, 2])
 def test_a_prompt_that_several_have_is_read_once(load, fresh, depth, monkeypatch):
     llm, read = load(), []

@@ -139,6 +139,7 @@ def logits_after(trunk, rows):
         return trunk.model(torch.tensor(rows)).logits
 
 
+@pytest.mark.slow
 @every_case
 def test_a_coupled_text_is_the_same_at_every_depth(trunk, heads, name):
     plain = [request(name, seed) for seed in range(12)]

@@ -74,6 +74,7 @@ def test_an_exact_engine_ends_with_0_a_line_and_a_page(run, tiny, tmp_path):
     assert out.strip() in words and "block" in words and "likeliest token" in words
 
 
+@pytest.mark.slow
 def test_a_planted_fault_ends_with_1_and_says_so_in_json_and_page(run, tiny, tmp_path):
     page = tmp_path / "audit.html"
     code, out, _ = run(
@@ -137,6 +138,7 @@ def test_deterministic_passes_differ_in_no_bit(run, tiny):
     assert answer["rounding"]["largest"] == 0 and answer["rounding"]["places"] > 20
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(kernels.find() is None, reason="the kernels are not built")
 @pytest.mark.parametrize("bits", ["int4", "int8"])
 def test_a_quantised_trunk_is_its_own_law(run, tmp_path, bits):
@@ -174,6 +176,7 @@ def test_transformers_generate(run, tiny):
     assert list(answer["texts"]) == ["plain"]
 
 
+@pytest.mark.slow
 def test_an_assistant(run, tiny):
     code, out, _ = run(
         *tiny[:2],

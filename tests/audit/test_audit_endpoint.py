@@ -133,6 +133,7 @@ def test_an_honest_endpoint_passes(form):
     assert "seed" not in body and "top_k" not in body
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "draws_from",
     [
@@ -148,6 +149,7 @@ def test_one_that_draws_from_another_law_fails(draws_from):
     assert audit.verdict.startswith("FAIL: plain leaves the exact law")
 
 
+@pytest.mark.slow
 def test_top_k_and_temperature_are_applied_to_what_is_listed():
     sampling = SamplerConfig(temperature=0.7, top_k=8)
     with Server(lambda p, body: cooled(top(p, body["top_k"]), body["temperature"])) as server:

@@ -250,6 +250,7 @@ def simulated(rng, laws, count, length):
     return texts
 
 
+@pytest.mark.slow
 def test_draws_from_the_law_fail_as_often_as_they_may():
     rng, audits, level = np.random.default_rng(0), 60, 0.1
     failed, least = 0, []
@@ -358,6 +359,7 @@ def test_generate_heeds_nothing_of_the_models_own_configuration(llm):
         configuration.repetition_penalty = None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["prompt-lookup", "assistant"])
 def test_assisted_modes_are_drawn_one_text_at_a_time(llm, mode, monkeypatch):
     calls = []

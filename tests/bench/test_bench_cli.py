@@ -51,6 +51,7 @@ class Peer:
         return 1e6
 
 
+@pytest.mark.slow
 def test_tables_files_and_pictures(run, tiny, few, tmp_path, monkeypatch):
     given = []
 
