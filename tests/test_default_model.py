@@ -60,21 +60,20 @@ def plain(default_model):
     return [row[: row.index(end) + 1] if end in row else row for row in answers]
 
 
-@pytest.mark.parametrize("depth", [0, 1, 3, 5])
+@pytest.mark.parametrize("depth", [1, 3, 5])
 def test_greedy_text_is_the_trunks_own(default_model, plain, depth):
     results = default_model.generate(PROMPTS, max_tokens=64, depth=depth, sampling=GREEDY)
     for prompt, result, wanted in zip(PROMPTS, results, plain, strict=True):
         assert result.token_ids == wanted, prompt
-    if depth:
-        # The head drafts as a trained one does, or this test would prove little.
-        tokens = sum(r.stats.tokens for r in results)
-        assert tokens > 1.3 * sum(r.stats.cycles for r in results)
+    # The head drafts as a trained one does, or this test would prove little.
+    tokens = sum(r.stats.tokens for r in results)
+    assert tokens > 1.3 * sum(r.stats.cycles for r in results)
 
 
 def test_bfloat16_differs_only_where_rounding_decides(default_model):
     """The pass of one token and the pass of four round differently; only near-ties may flip."""
     llm = mtplx.load("smollm2-135m", dtype="bfloat16")
-    prompts = PROMPTS[:12]
+    prompts = PROMPTS[:8]
     plain = llm.generate(prompts, max_tokens=64, depth=0, sampling=GREEDY)
     drafted = llm.generate(prompts, max_tokens=64, depth=3, sampling=GREEDY)
     for prompt, a, b in zip(prompts, plain, drafted, strict=True):

@@ -173,7 +173,7 @@ def measure(name, depth, verifier, runs, length=None, vocabulary=VOCAB, quantize
 
 
 # In 9 of 10 cases, 200,000 runs show a distance of 1.5% from the target, 60,000 one of 2.7%, and at
-# depth 3 one of 4%. What `test_mutations` plants shows in 10,000.
+# depth 3 one of 5%. What `test_mutations` plants shows in 10,000.
 # Block at depth 1 is the token rule.
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SETTINGS)
@@ -193,7 +193,7 @@ def test_the_joint_distribution_is_the_targets(name, verifier, depth, runs):
 
 @pytest.mark.slow
 def test_the_joint_distribution_of_a_deeper_block_is_the_targets():
-    assert measure("hot", 3, "block", 60_000) > THRESHOLD
+    assert measure("hot", 3, "block", 40_000) > THRESHOLD
 
 
 @pytest.mark.parametrize("depth", [0, 2])
