@@ -19,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import mtplx
 from mtplx import SamplerConfig, kernels
+from mtplx.drafters.pace import Pace
 from mtplx.errors import MtplxError
 from mtplx.models.blocks import quantize
 from mtplx.models.checkpoint import load_tiled, locate
@@ -331,6 +332,13 @@ def test_depth_defaults_to_auto_where_it_cannot_show(
     assert llm.default_depth(seeded, "block") == llm.default_depth(seeded, "token") == 3
 
 
+@pytest.fixture
+def new_pace(llm: mtplx.LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that has yet to learn its pace drafts, whatever this machine's times say later."""
+    monkeypatch.setattr(llm, "pace", Pace(3))
+
+
+@pytest.mark.usefixtures("new_pace")
 def test_auto_is_a_depth(llm: mtplx.LLM) -> None:
     sampling = SamplerConfig(seed=7, temperature=1.2, logit_bias={END: -float("inf")})
     plain = llm.generate("hello", max_tokens=60, depth=0, sampling=sampling)
@@ -343,6 +351,7 @@ def test_auto_is_a_depth(llm: mtplx.LLM) -> None:
     assert 0 < len(result.stats.drafted_by_position) <= 7
 
 
+@pytest.mark.usefixtures("new_pace")
 def test_a_model_learns_its_pace_over_all_its_texts(llm: mtplx.LLM) -> None:
     before = llm.pace.chance()
     llm.generate("hello", max_tokens=40, depth="auto", sampling=GREEDY)
