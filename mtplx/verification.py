@@ -261,6 +261,7 @@ def verify(p: Distributions, draft: Draft, depths: Tensor, noise: Noise) -> Verd
 def _verify_in_c(
     library: Kernels, p: Distributions, draft: Draft, depths: Tensor, noise: Noise
 ) -> Verdict:
+    """By the rules that reject, for rows on tokens of their own, [B, K + 1, C] and [B, K, C]."""
     batch, depth = draft.tokens.shape
     accept, emit, block = noise.accept, noise.emit, noise.block
     assert p.ids is not None and draft.q.ids is not None and accept is not None

@@ -152,9 +152,8 @@ def attach(head: Eagle3Head, trunk: Trunk) -> AttachedHead:
     library = kernels.find() if trunk.device.type == "cpu" else None
     reference = trunk.dtype == torch.float32 and not isinstance(trunk, FusedTrunk)
     # Other classes may scale what they look up.
-    plain = (
-        type(trunk.embed) is nn.Embedding and heads_misfit(head.config.layer, head.rotary) is None
-    )
-    if library and not reference and plain:
+    plain = type(trunk.embed) is nn.Embedding
+    fits = plain and heads_misfit(head.config.layer, head.rotary) is None
+    if library and not reference and fits:
         return FusedHead(head, trunk, library)
     return AttachedHead(head, trunk)

@@ -71,14 +71,14 @@ typedef struct {
  * `stream_width` numbers apart.
  * `normed` and `logits` may be NULL. `scratch` has room for what `mtplx_room` says. */
 typedef struct {
-    const int64_t *tokens;  /* [rows] */
-    const float *states;    /* [rows, hidden], where tokens are joined with them */
-    float *x;               /* [rows, hidden] */
-    const float *cos, *sin; /* [turns, head_size] */
+    const int64_t *tokens;    /* [rows] */
+    const float *states;      /* [rows, hidden], where tokens are joined with them, else NULL */
+    float *x;                 /* [rows, hidden] */
+    const float *cos, *sin;   /* [turns, head_size] */
     const int64_t *positions; /* [rows] */
-    float *const *streams;  /* [layers + 1] */
-    float *normed;          /* [rows, hidden] */
-    float *logits;          /* [rows, vocabulary] */
+    float *const *streams;    /* [layers + 1] */
+    float *normed;            /* [rows, hidden] */
+    float *logits;            /* [rows, vocabulary] */
     void *scratch;
     int32_t rows, first, width, threads, turns, stream_width;
 } Pass;

@@ -105,7 +105,7 @@ class TiledLinear(nn.Module):
                 self.matrix,
                 x.data_ptr(),
                 None if norm is None else norm.weight.data_ptr(),
-                (norm and norm.eps) or 0.0,
+                0.0 if norm is None else float(norm.eps or 0),
                 y.data_ptr(),
                 scratch.data_ptr(),
                 rows,
