@@ -31,7 +31,7 @@ from mtplx.audit.numerics import rounding
 from mtplx.audit.run import PROMPTS, audit
 from mtplx.llm import LLM
 from mtplx.models import blocks
-from mtplx.models.tiled import linear_layers, tile
+from mtplx.models.linear import hand_over, linear_layers
 from mtplx.models.trunk import Trunk
 
 TEMPERATURE, DEPTH = 0.8, 3
@@ -104,7 +104,7 @@ def noisy(llm: LLM, share: float = 0.25) -> torch.nn.Module:
         weight = layer.weight
         if name != "lm_head":
             weight = weight + torch.randn_like(weight) * weight.std() * share
-        tile(model, name, llm.trunk.fused.library, blocks.quantize(weight, 8), layer.bias)
+        hand_over(model, name, llm.trunk.fused.library, blocks.quantize(weight, 8), layer.bias)
     return model
 
 

@@ -23,7 +23,7 @@ from mtplx.models.checkpoint import (
     Checkpoint,
     GenerationDefaults,
     generation_defaults,
-    load_config,
+    load_outline,
     load_tokenizer,
     locate,
     locate_head,
@@ -385,17 +385,11 @@ def _trunk_without_weights(checkpoint: Checkpoint) -> Any:
     Raises:
         MtplxError: what loading would raise before it reads weights.
     """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
-
     from mtplx.models.trunk import Trunk
 
-    config = load_config(checkpoint)
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise MtplxError(
-            f"{checkpoint.name}: a {config.model_type} model is no causal language model"
-        )
-    with reported(checkpoint), torch.device("meta"):
-        return Trunk(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
+    outline = load_outline(checkpoint)
+    with reported(checkpoint):
+        return Trunk(outline)
 
 
 def _memory_shortage(model: Any) -> str | None:
@@ -403,7 +397,7 @@ def _memory_shortage(model: Any) -> str | None:
     from mtplx.llm import pick_device, pick_dtype
 
     device = pick_device(None)
-    dtype = pick_dtype(None, device)
+    dtype = pick_dtype(None, device, lambda: model)
     need = sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
     if device.type == "cuda":
         have, place = torch.cuda.get_device_properties(device).total_memory, "GPU"

@@ -20,6 +20,7 @@ from mtplx.engine.request import FinishReason, Request, Stats, TokenLogprobs
 from mtplx.errors import MtplxError
 from mtplx.grammar import GrammarCompiler, GrammarSpec
 from mtplx.history import Constraint
+from mtplx.kernels import Kernels
 from mtplx.models.checkpoint import (
     QUANTIZE,
     Checkpoint,
@@ -27,6 +28,7 @@ from mtplx.models.checkpoint import (
     Quantize,
     generation_defaults,
     load_model,
+    load_outline,
     load_tiled,
     load_tokenizer,
     locate,
@@ -540,7 +542,12 @@ def _trunk(
 ) -> Trunk:
     """The trunk: by the kernels where its layers are to be quantised, else in torch."""
     if quantize is None or quantize == "none":
-        network = load_model(checkpoint, pick_dtype(dtype, device), device)
+        kind = pick_dtype(dtype, device, lambda: load_outline(checkpoint))
+        network = load_model(checkpoint, kind, device)
+        library = _library(device)
+        if library and kind == torch.bfloat16 and misfit(network) is None:
+            in_torch = not deterministic and _computes_bfloat16(device)
+            return FusedTrunk(network, library, long_in_torch=in_torch)
         return DeterministicTrunk(network) if deterministic else Trunk(network)
     if quantize not in QUANTIZE:
         raise MtplxError(f"quantize must be one of {', '.join(QUANTIZE)}, got {quantize!r}")
@@ -558,6 +565,10 @@ def _trunk(
     if misfit(network) is None:
         return FusedTrunk(network, library)
     return DeterministicTrunk(network) if deterministic else Trunk(network)
+
+
+def _library(device: torch.device) -> Kernels | None:
+    return kernels.find() if device.type == "cpu" else None
 
 
 def pick_device(device: torch.device | str | None) -> torch.device:
@@ -578,15 +589,27 @@ def pick_device(device: torch.device | str | None) -> torch.device:
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 
 
-def pick_dtype(dtype: torch.dtype | str | None, device: torch.device) -> torch.dtype:
-    """The type asked for, or bfloat16 where the device computes in it, else float32."""
+def pick_dtype(
+    dtype: torch.dtype | str | None, device: torch.device, outline: Callable[[], Any]
+) -> torch.dtype:
+    """The type asked for, or bfloat16 where it is computed in, else float32.
+
+    Args:
+        dtype: asked for.
+        device: where the model is to be.
+        outline: gives the model, with or without weights; called where it is the kernels that may
+            compute in bfloat16.
+    """
     if isinstance(dtype, str):
         if dtype not in DTYPES:
             raise MtplxError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
         return DTYPES[dtype]
     if dtype is not None:
         return dtype
-    return torch.bfloat16 if _computes_bfloat16(device) else torch.float32
+    if _computes_bfloat16(device):
+        return torch.bfloat16
+    by_kernels = _library(device) is not None and misfit(outline()) is None
+    return torch.bfloat16 if by_kernels else torch.float32
 
 
 def _computes_bfloat16(device: torch.device) -> bool:

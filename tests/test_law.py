@@ -23,8 +23,8 @@ from mtplx.engine.decoding import Batch
 from mtplx.engine.request import Request
 from mtplx.models import blocks
 from mtplx.models.fused import FusedTrunk
+from mtplx.models.linear import hand_over, linear_layers
 from mtplx.models.slots import Span
-from mtplx.models.tiled import linear_layers, tile
 from mtplx.sampling import SamplerConfig, distribution_from_logits
 
 # Texts by the hundred thousand, by lines that other tests count, take twice as long when traced.
@@ -60,7 +60,7 @@ def model(vocabulary, quantize=None):
     network = tiny.llama(vocabulary, seed=5, layers=1, heads=2, width=32, inner=32).model
     library = kernels.find()
     for layer_name, layer in linear_layers(network):
-        tile(network, layer_name, library, blocks.quantize(layer.weight, quantize), layer.bias)
+        hand_over(network, layer_name, library, blocks.quantize(layer.weight, quantize), layer.bias)
     return FusedTrunk(network, library)
 
 

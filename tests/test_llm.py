@@ -24,8 +24,8 @@ from mtplx.errors import MtplxError
 from mtplx.models.blocks import quantize
 from mtplx.models.checkpoint import load_tiled, locate
 from mtplx.models.fused import FusedTrunk
+from mtplx.models.linear import KernelLinear, linear_layers, tiles
 from mtplx.models.slots import Span
-from mtplx.models.tiled import Tiles
 from mtplx.models.trunk import Trunk
 
 END = 256
@@ -492,6 +492,64 @@ def test_a_quantised_model_is_the_one_its_blocks_stand_for(
         assert (logits - expected).norm() < 0.02 * expected.norm()
 
 
+@pytest.fixture(scope="module")
+def wide_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose heads the kernels' attention can take."""
+    directory = tmp_path_factory.mktemp("wide")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=tiny_checkpoint.VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=50,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        head_dim=16,
+        max_position_embeddings=128,
+        initializer_range=0.2,
+    )
+    LlamaForCausalLM(config).bfloat16().save_pretrained(directory)
+    tiny_checkpoint.tokenizer().save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.skipif(kernels.find() is None, reason="the kernels are not built")
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("computes", [False, True])
+def test_bfloat16_is_the_kernels_on_a_cpu(
+    wide_heads: Path, monkeypatch: pytest.MonkeyPatch, deterministic: bool, computes: bool
+) -> None:
+    """Whether its own instructions compute in it or not; long passes are torch's only where so."""
+    monkeypatch.setattr(mtplx.llm, "_computes_bfloat16", lambda device: computes)
+    for dtype in (None, "bfloat16"):
+        llm = mtplx.load(wide_heads, device="cpu", dtype=dtype, deterministic=deterministic)
+        assert isinstance(llm.trunk, FusedTrunk) and llm.trunk.dtype is torch.bfloat16
+        assert llm.trunk.deterministic == (deterministic or not computes)
+        assert not llm.notes
+        # The weights are there once: the kernels read the model's own.
+        held = [part for part in llm.trunk.fused._held if isinstance(part, KernelLinear)]
+        own = {layer.weight.data_ptr() for _, layer in linear_layers(llm.trunk.model)}
+        assert len(held) == 15 and {part.data.data_ptr() for part in held} == own
+    text = llm.generate("hello", max_tokens=40, raw=True)
+    assert len(text.token_ids) == 40 or text.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("missing", ["kernels", "fit"])
+def test_bfloat16_is_torchs_where_the_kernels_cannot_run_it(
+    directories: tuple[Path, Path],
+    wide_heads: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    missing: str,
+) -> None:
+    if missing == "kernels":
+        monkeypatch.setattr(kernels, "find", lambda name=None: None)
+    model = wide_heads if missing == "kernels" else directories[0]
+    for computes, dtype in ((True, torch.bfloat16), (False, torch.float32)):
+        monkeypatch.setattr(mtplx.llm, "_computes_bfloat16", lambda device, it=computes: it)
+        trunk = mtplx.load(model, device="cpu").trunk
+        assert type(trunk) is Trunk and trunk.dtype is dtype
+    assert type(mtplx.load(wide_heads, device="cpu", dtype="float32").trunk) is Trunk
+
+
 @pytest.mark.skipif(kernels.find() is None, reason="the kernels are not built")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.bfloat16])
 def test_weights_are_rounded_once(tmp_path: Path, dtype: torch.dtype) -> None:
@@ -505,10 +563,10 @@ def test_weights_are_rounded_once(tmp_path: Path, dtype: torch.dtype) -> None:
     assert found is not None
     tiled: Any = load_tiled(locate(tmp_path), found, "int8")
     weight = model.model.layers[0].mlp.down_proj.weight.detach()
-    expected = Tiles.of(quantize(weight, 8)).data
-    assert torch.equal(tiled.model.layers[0].mlp.down_proj.tiles.data, expected)
+    expected = tiles(quantize(weight, 8))
+    assert torch.equal(tiled.model.layers[0].mlp.down_proj.data, expected)
     output = model.lm_head.weight.detach().bfloat16()
-    assert torch.equal(tiled.lm_head.tiles.data, Tiles.of(output).data)
+    assert torch.equal(tiled.lm_head.data, output)
 
 
 def test_quantised_layers_have_their_conditions(directories: tuple[Path, Path]) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mtplx.models import gguf
 from mtplx.models.fused import FusedLayers
-from mtplx.models.tiled import TiledLinear
+from mtplx.models.linear import KernelLinear
 
 
 def model_bytes(model: Any) -> int:
@@ -26,13 +26,13 @@ def model_bytes(model: Any) -> int:
     output = getattr(model.get_output_embeddings(), "weight", None)
     if output is None or output.data_ptr() != looked_up:
         tensors = [tensor for tensor in tensors if tensor.data_ptr() != looked_up]
-    return _sum(tensors) + _sum(layer.tiles.data for layer in _tiled(model))
+    return _sum(tensors) + _sum(layer.data for layer in _tiled(model))
 
 
 def head_bytes(head: Any) -> int:
     """Weights that one step of a head reads. What it projects once a cycle is counted as well."""
     # Where a head has tiles, its modules are only what they were made of.
-    tiles = _sum(layer.tiles.data for layer in _tiled(list(vars(head).values())))
+    tiles = _sum(layer.data for layer in _tiled(list(vars(head).values())))
     if tiles:
         return tiles
     modules = [part for part in vars(head).values() if isinstance(part, nn.Module)]
@@ -67,12 +67,12 @@ def token_bytes(config: Any, size: int) -> int:
     return int(2 * config.num_hidden_layers * heads * width * size)
 
 
-def _tiled(part: Any) -> list[TiledLinear]:
+def _tiled(part: Any) -> list[KernelLinear]:
     """The tiled layers in a module, a collection or what holds such."""
-    if isinstance(part, TiledLinear):
+    if isinstance(part, KernelLinear):
         return [part]
     if isinstance(part, nn.Module):
-        return [layer for layer in part.modules() if isinstance(layer, TiledLinear)]
+        return [layer for layer in part.modules() if isinstance(layer, KernelLinear)]
     if isinstance(part, FusedLayers):
         return _tiled(list(vars(part).values()))
     if isinstance(part, Mapping):

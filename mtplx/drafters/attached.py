@@ -23,8 +23,8 @@ from mtplx.models.fused import (
     heads_misfit,
     projections,
 )
+from mtplx.models.linear import KernelLinear
 from mtplx.models.slots import KVSlots, Span
-from mtplx.models.tiled import TiledLinear, Tiles
 from mtplx.models.trunk import Trunk, TrunkOutput
 
 
@@ -47,7 +47,8 @@ class AttachedHead:
                 f"{layer.vocab_size} tokens; this one has {trunk.hidden_size} and "
                 f"{trunk.vocab_size}"
             )
-        self.head = head.cast(dtype or trunk.dtype).to(trunk.device)
+        self._dtype = dtype or trunk.dtype
+        self.head = head.cast(self._dtype).to(trunk.device)
         self.taps: tuple[int, ...] = head.config.aux_layer_ids
         trunk.tap(self.taps)
         self.draft_ids: Tensor | None = head.draft_ids
@@ -55,7 +56,8 @@ class AttachedHead:
 
     def features(self, output: TrunkOutput) -> Tensor:
         assert output.aux is not None, "the trunk must tap the head's layers"
-        return self.head.fuse(output.aux)
+        # The kernels' streams are float32 whatever the head is in.
+        return self.head.fuse(output.aux.to(self._dtype))
 
     def new_cache(self, capacity: int) -> KVSlots:
         return KVSlots(capacity)
@@ -88,13 +90,13 @@ class FusedHead(AttachedHead):
         super().__init__(head, trunk, torch.float32)
         layer = head.layer
 
-        def tiled(linear: nn.Linear) -> TiledLinear:
+        def tiled(linear: nn.Linear) -> KernelLinear:
             weight: Tensor | Blocks = linear.weight
             with suppress(ValueError):  # what cannot be cut into blocks stays as it is
                 weight = quantize(linear.weight, BITS)
-            return TiledLinear(library, Tiles.of(weight), linear.bias)
+            return KernelLinear(library, weight, linear.bias)
 
-        parts: dict[str, TiledLinear | Tensor] = {
+        parts: dict[str, KernelLinear | Tensor] = {
             name: tiled(linear) for name, linear in projections(layer.self_attn, layer.mlp).items()
         }
         parts["post_norm"] = layer.post_attention_layernorm.weight

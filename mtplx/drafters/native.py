@@ -28,9 +28,9 @@ from transformers.utils.generic import ContextManagers
 
 from mtplx.errors import MtplxError
 from mtplx.models.checkpoint import Checkpoint, reported, weight_files
+from mtplx.models.linear import KernelLinear
 from mtplx.models.mtp_layers import mtp_layers, promised_layers
 from mtplx.models.slots import SlotCache, Span
-from mtplx.models.tiled import TiledLinear, Tiles
 from mtplx.models.trunk import Trunk, TrunkOutput
 
 FAMILIES = ("deepseek_v3", "glm4_moe")
@@ -203,6 +203,6 @@ def _load(checkpoint: Checkpoint, trunk: Trunk, files: dict[str, Path]) -> Nativ
 
 def _is_made_of(layer: Any, weight: Tensor) -> bool:
     """Whether this is a linear layer's weight, as the layer keeps it."""
-    if isinstance(layer, TiledLinear):
-        return torch.equal(layer.tiles.data, Tiles.of(weight.bfloat16()).data)
+    if isinstance(layer, KernelLinear):
+        return torch.equal(layer.data, weight.bfloat16())
     return torch.equal(layer.weight, weight)

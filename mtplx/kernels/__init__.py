@@ -21,7 +21,7 @@ class Matrix(Structure):
         ("kind", c_int32),
         ("outputs", c_int32),
         ("inputs", c_int32),
-        ("tiles", c_void_p),
+        ("weights", c_void_p),
         ("bias", c_void_p),
     ]
 

@@ -10,23 +10,25 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* How a matrix is stored: in tiles of 16 outputs by 32 inputs, one row of tiles after another, so
- * that a pass reads it from front to back. Outputs and inputs are padded with zeros to whole tiles.
+/* How a matrix is stored. Plain numbers as they are, [outputs, inputs] one row after another:
+ *
+ *   BFLOAT16, FLOAT32
+ *
+ * Others in tiles of 16 outputs by 32 inputs, one row of tiles after another, so that a pass reads
+ * it from front to back. Outputs and inputs are padded with zeros to whole tiles.
  *
  *   FOUR_BITS   256 bytes of numbers 0 to 15, then 16 scales and 16 minima in half precision:
  *               weight = scale * number + minimum
  *   EIGHT_BITS  512 bytes of numbers 0 to 255, then 16 scales: weight = scale * (number - 128)
- *   BFLOAT16    32 rows of 16 weights
- *   FLOAT32     the same
  *
- * In the first two, four inputs of one output lie beside each other, then those of the next output:
- * the order in which CPUs multiply and add bytes.
+ * Four inputs of one output lie beside each other, then those of the next output: the order in which
+ * CPUs multiply and add bytes.
  */
 enum { FOUR_BITS, EIGHT_BITS, BFLOAT16, FLOAT32 };
 
 typedef struct {
     int32_t kind, outputs, inputs; /* without padding */
-    const uint8_t *tiles;
+    const uint8_t *weights;
     const float *bias; /* of the outputs, or NULL */
 } Matrix;
 

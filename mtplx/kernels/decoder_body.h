@@ -26,18 +26,21 @@ typedef int8_t Bytes __attribute__((vector_size(16), aligned(1)));
 #define INLINE static inline __attribute__((always_inline))
 enum { OUTPUTS = 16, INPUTS = 32 };
 
+/* Numbers of all rows that the nearest cache holds beside the weights. */
+enum { NEARBY = 8192 };
+
 /* What the registers hold sums of: rows of a multiplication, queries of an attention with so many
  * vectors of each. The room for the scores of queries is the same for all sets. */
 enum { MOST_QUERIES = 6 };
 #if defined(MTPLX_AVX512)
-enum { ROWS = 8, QUERIES = MOST_QUERIES, PARTS = 4 };
+enum { ROWS = 8, QUERIES = MOST_QUERIES, PARTS = 4, SUMS = 16 };
 #elif defined(MTPLX_AVX2)
-enum { ROWS = 4, QUERIES = 3, PARTS = 1 };
+enum { ROWS = 4, QUERIES = 3, PARTS = 1, SUMS = 4 };
 #else
-enum { ROWS = 2, QUERIES = 1, PARTS = 1 };
+enum { ROWS = 2, QUERIES = 1, PARTS = 1, SUMS = 2 };
 #endif
 
-static const size_t TILE_BYTES[] = {256 + 64, 512 + 32, 1024, 2048};
+static const size_t TILE_BYTES[] = {256 + 64, 512 + 32};
 
 /* 32 inputs of one row as fixed-point numbers of 16 bits: high * 256 + low, times a scale. */
 typedef struct {
@@ -51,7 +54,7 @@ typedef struct {
     float *scales; /* of each group */
     float *totals; /* of what each group's numbers stand for */
     int32_t *zeros; /* 128 times the sum of each group's numbers */
-    float *plain;  /* [rows, inputs padded]: as they were, for matrices of plain numbers */
+    float *plain;  /* as they were, for matrices of plain numbers */
     int count;     /* groups of a row */
 } Inputs;
 
@@ -116,6 +119,28 @@ INLINE int32_t total_of(Ints v) {
 #endif
 }
 
+#if defined(__clang__)
+#define SHUFFLED(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLED(a, b, ...) __builtin_shuffle(a, b, (Ints){__VA_ARGS__})
+#endif
+
+/* The sums of 16 vectors' numbers, each in the order of `sum_of`. The vectors are written to. */
+INLINE Lanes sums_of(Lanes *v) {
+    /* Halves of two vectors, then quarters of four, beside each other, until all 16 are. */
+    UNROLLED for (int i = 0; i < 8; i++)
+        v[i] = SHUFFLED(v[i], v[i + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+               SHUFFLED(v[i], v[i + 8], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    UNROLLED for (int i = 0; i < 4; i++)
+        v[i] = SHUFFLED(v[i], v[i + 4], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
+               SHUFFLED(v[i], v[i + 4], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+    UNROLLED for (int i = 0; i < 2; i++)
+        v[i] = SHUFFLED(v[i], v[i + 2], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+               SHUFFLED(v[i], v[i + 2], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+    return SHUFFLED(v[0], v[1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
+           SHUFFLED(v[0], v[1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+}
+
 INLINE float largest_of(Lanes v) {
     float a[16], largest = -INFINITY;
     memcpy(a, &v, sizeof a);
@@ -124,12 +149,18 @@ INLINE float largest_of(Lanes v) {
 }
 
 INLINE Lanes from_bfloat16(const uint16_t *x) {
+#if defined(MTPLX_AVX512)
+    /* Compilers make six instructions of the conversion below. */
+    const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)x));
+    return (Lanes)_mm512_slli_epi32(wide, 16);
+#else
     Halves h;
     memcpy(&h, x, sizeof h);
     Words w = __builtin_convertvector(h, Words) << 16;
     Lanes v;
     memcpy(&v, &w, sizeof v);
     return v;
+#endif
 }
 
 INLINE uint16_t to_bfloat16(float x) {
@@ -226,17 +257,6 @@ INLINE void row_of_tiles(const int kind, const uint8_t *tile, const Inputs *x, i
             __builtin_prefetch((const void *)(far + line), 0, 2);
             __builtin_prefetch((const void *)(near + line), 0, 3);
         }
-        if (kind == BFLOAT16 || kind == FLOAT32) {
-            for (int k = 0; k < INPUTS; k++) {
-                Lanes v = kind == BFLOAT16 ? from_bfloat16((const uint16_t *)tile + OUTPUTS * k)
-                                           : load((const float *)tile + OUTPUTS * k);
-                UNROLLED for (int m = 0; m < rows; m++) {
-                    const float one = x->plain[((size_t)(first + m) * count + g) * INPUTS + k];
-                    acc[m] = fused(v, all(one), acc[m]);
-                }
-            }
-            continue;
-        }
         Words numbers[8];
         if (kind == FOUR_BITS) {
             UNROLLED for (int i = 0; i < 4; i++) {
@@ -261,6 +281,74 @@ INLINE void row_of_tiles(const int kind, const uint8_t *tile, const Inputs *x, i
         }
     }
     UNROLLED for (int m = 0; m < rows; m++) result[m] = acc[m];
+}
+
+/* Up to 32 weights of one output, and zeros for those that are left out. */
+INLINE void plain_weights(const int kind, const uint8_t *from, const int some, Lanes *w) {
+    uint8_t padded[4 * INPUTS] = {0};
+    const int bytes = kind == BFLOAT16 ? 2 : 4;
+    if (some < INPUTS) {
+        memcpy(padded, from, (size_t)bytes * some);
+        from = padded;
+    }
+    for (int h = 0; h < 2; h++)
+        w[h] = kind == BFLOAT16 ? from_bfloat16((const uint16_t *)from + 16 * h)
+                                : load((const float *)from + 16 * h);
+}
+
+/* The outputs of one block, whose weights are plain numbers, by `rows` rows of inputs, up to ROWS,
+ * from `first` on. */
+INLINE void plain_rows(const int kind, const Matrix *w, int block, const Inputs *x, int first,
+                       const int rows, Lanes *result) {
+    /* Outputs whose sums the registers hold at a time, and inputs that the nearest cache does. */
+    const int some = rows * 4 <= SUMS ? 4 : rows * 2 <= SUMS ? 2 : 1;
+    const int stretch = NEARBY / rows / INPUTS * INPUTS;
+    const size_t bytes = kind == BFLOAT16 ? 2 : 4, row_bytes = bytes * w->inputs;
+    const int begin = block * OUTPUTS;
+    const int width = w->outputs - begin < OUTPUTS ? w->outputs - begin : OUTPUTS;
+    const uint8_t *weights = w->weights + row_bytes * begin;
+    const float *plain = x->plain + (size_t)first * x->count * INPUTS;
+    Lanes sums[ROWS][OUTPUTS];
+    for (int from = 0; from < w->inputs; from += stretch) {
+        const int to = w->inputs - from < stretch ? w->inputs : from + stretch;
+        for (int n = 0; n < OUTPUTS; n += some) {
+            const uint8_t *row[4];
+            Lanes acc[4][ROWS];
+            UNROLLED for (int i = 0; i < some; i++) {
+                /* What is behind the last output is computed as that one, and not taken. */
+                row[i] = weights + row_bytes * (n + i < width ? n + i : width - 1);
+                UNROLLED for (int m = 0; m < rows; m++) acc[i][m] = from ? sums[m][n + i] : all(0);
+            }
+            /* Fetched ahead is what comes next: the outputs that follow, or the first ones again
+             * where another stretch does. */
+            const size_t ahead = n + some < OUTPUTS || to == w->inputs
+                                     ? row_bytes * some
+                                     : bytes * stretch - row_bytes * (OUTPUTS - some);
+            const float *in = plain + (size_t)from * rows;
+            for (int k = from; k < to; k += INPUTS) {
+                Lanes part[4][2];
+                UNROLLED for (int i = 0; i < some; i++) {
+                    const uint8_t *these = row[i] + bytes * k;
+                    for (size_t line = 0; line < bytes * INPUTS; line += 64)
+                        __builtin_prefetch((const void *)((uintptr_t)these + ahead + line), 0, 2);
+                    if (w->inputs - k < INPUTS)
+                        plain_weights(kind, these, w->inputs - k, part[i]);
+                    else
+                        plain_weights(kind, these, INPUTS, part[i]);
+                }
+                UNROLLED for (int m = 0; m < rows; m++, in += INPUTS) {
+                    const Lanes one = load(in), other = load(in + 16);
+                    UNROLLED for (int i = 0; i < some; i++) {
+                        acc[i][m] = fused(part[i][0], one, acc[i][m]);
+                        acc[i][m] = fused(part[i][1], other, acc[i][m]);
+                    }
+                }
+            }
+            UNROLLED for (int m = 0; m < rows; m++) UNROLLED for (int i = 0; i < some; i++)
+                sums[m][n + i] = acc[i][m];
+        }
+    }
+    UNROLLED for (int m = 0; m < rows; m++) result[m] = sums_of(sums[m]);
 }
 
 /* What a row of tiles makes of some rows, with its bias, into y [rows, outputs] or onto it. */
@@ -289,10 +377,13 @@ INLINE void put(const Matrix *w, const Lanes *acc, int first, int some, int bloc
 /* Rows of tiles `from` to `to` by up to ROWS rows of inputs, from `first` on. */
 INLINE void some_rows(const int kind, const Matrix *w, const Inputs *x, int first, const int rows,
                       int from, int to, float *y, int add) {
-    const uint8_t *tile = w->tiles + TILE_BYTES[kind] * x->count * (size_t)from;
-    for (int block = from; block < to; block++, tile += TILE_BYTES[kind] * (size_t)x->count) {
+    for (int block = from; block < to; block++) {
         Lanes acc[ROWS];
-        row_of_tiles(kind, tile, x, first, rows, acc);
+        if (kind == BFLOAT16 || kind == FLOAT32)
+            plain_rows(kind, w, block, x, first, rows, acc);
+        else
+            row_of_tiles(kind, w->weights + TILE_BYTES[kind] * x->count * (size_t)block, x, first,
+                         rows, acc);
         put(w, acc, first, rows, block, y, add);
     }
 }
@@ -327,7 +418,7 @@ static void take_row(const float *x, int row, int rows, int size, int plain, Inp
         if (left < INPUTS) memcpy(padded, x, sizeof(float) * left);
         const float *from = left < INPUTS ? padded : x;
         const Lanes part[2] = {load(from), load(from + 16)};
-        if (plain) memcpy(in->plain + ((size_t)row * in->count + g) * INPUTS, part, sizeof part);
+        if (plain) memcpy(in->plain + at * INPUTS, part, sizeof part);
         /* Without their signs floats are ordered as their bits are. */
         const Ints one = (Ints)part[0] & 0x7fffffff, other = (Ints)part[1] & 0x7fffffff;
         const Ints above = one > other;

@@ -29,7 +29,7 @@ from mtplx.errors import MtplxError
 from mtplx.kernels import Kernels
 from mtplx.models import blocks, gguf
 from mtplx.models.blocks import Bits, Blocks
-from mtplx.models.tiled import linear_layers, tile
+from mtplx.models.linear import hand_over, linear_layers
 
 # As in `gguf`: transformers is imported where it is needed, so that a mistyped path does not
 # take seconds to say so.
@@ -324,6 +324,29 @@ def load_config(checkpoint: Checkpoint) -> PreTrainedConfig:
         )
 
 
+def load_outline(checkpoint: Checkpoint) -> PreTrainedModel:
+    """The trunk on the meta device: all but its weights.
+
+    Raises `MtplxError` where transformers has no causal language model for it.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = _causal_config(checkpoint)
+    with reported(checkpoint), torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+
+
+def _causal_config(checkpoint: Checkpoint) -> PreTrainedConfig:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    config = load_config(checkpoint)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise MtplxError(
+            f"{checkpoint.name}: a {config.model_type} model is no causal language model"
+        )
+    return config
+
+
 def load_model(
     checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> PreTrainedModel:
@@ -332,14 +355,10 @@ def load_model(
     Raises `MtplxError` where transformers has no causal language model for it or the weights do
     not fit the config; a missing weight does not.
     """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    config = load_config(checkpoint)
+    config = _causal_config(checkpoint)
     with reported(checkpoint):
-        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-            raise MtplxError(
-                f"{checkpoint.name}: a {config.model_type} model is no causal language model"
-            )
         if checkpoint.is_gguf:
             model = gguf.load_model(checkpoint.gguf_file, dtype)
         else:
@@ -399,7 +418,7 @@ def load_tiled(checkpoint: Checkpoint, library: Kernels, quantize: Quantize) -> 
                 raise MtplxError(
                     f"{checkpoint.name}: {name} cannot be quantised: {error}"
                 ) from None
-        tile(model, name, library, weight, layer.bias)
+        hand_over(model, name, library, weight, layer.bias)
     return model.float()
 
 

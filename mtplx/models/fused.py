@@ -1,13 +1,16 @@
 """A decoder whose whole pass is one call of the kernels: Llama's kind of layers, on a CPU.
 
-Every position is computed by itself and in one order, so what comes out does not depend on the
-pass it was in, to the last bit: this trunk is deterministic without being asked.
+The kernels compute every position by itself and in one order, so that what comes out does not
+depend on the pass it was in, to the last bit. They are made for the few positions of a cycle, whose
+time is that of reading the weights. A long pass is a matter of arithmetic, at which torch's matrix
+products are faster where the CPU has units for them; then the trunk may be told to have its long
+passes run in torch, by the model's own code over the same cache and weights.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +18,8 @@ from torch import Tensor, nn
 
 from mtplx import kernels
 from mtplx.kernels import Kernels
-from mtplx.models.slots import Span
-from mtplx.models.tiled import TiledLinear
+from mtplx.models.linear import PLAIN, KernelLinear, linear_layers
+from mtplx.models.slots import SlotCache, Span
 from mtplx.models.trunk import Trunk, TrunkOutput
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -27,6 +30,11 @@ _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 
 ROWS = 256
 """Positions in one call; more are cut."""
+
+LONG, LONG_WEIGHTS = 6, 120e6
+"""A pass is long from `LONG + LONG_WEIGHTS / W` positions on, W the weights of a layer: there the
+kernels and torch were measured to take the same time. Up to the first, both only wait for memory;
+the second is what torch loses between its operations."""
 
 SMALL = 2**20
 """Bytes of scratch memory that a cache keeps: a prompt's pass takes far more than a cycle's."""
@@ -42,7 +50,7 @@ def misfit(model: Any) -> str | None:
     """Why a model cannot be run by the kernels' pass, or None if it can.
 
     Args:
-        model: of transformers, with its linear layers tiled.
+        model: of transformers, its linear layers in the kernels' hands or of a type they read.
     """
     config = model.config
     if config.model_type not in FAMILIES:
@@ -50,8 +58,8 @@ def misfit(model: Any) -> str | None:
     if config.hidden_act != "silu":
         return f"an MLP with {config.hidden_act}"
     heads = heads_misfit(config, model.get_decoder().rotary_emb)
-    plain = [name for name, part in model.named_modules() if isinstance(part, nn.Linear)]
-    return heads or (f"layers that are not tiled ({plain[0]} and others)" if plain else None)
+    unread = [name for name, layer in linear_layers(model) if layer.weight.dtype not in PLAIN]
+    return heads or (f"weights of a type they do not read ({unread[0]})" if unread else None)
 
 
 def heads_misfit(config: Any, rotary: Any) -> str | None:
@@ -107,9 +115,9 @@ class FusedLayers:
         self,
         library: Kernels,
         config: Any,
-        layers: Sequence[dict[str, TiledLinear | Tensor]],
+        layers: Sequence[Mapping[str, KernelLinear | nn.Linear | Tensor]],
         norm: Tensor,
-        output: TiledLinear,
+        output: KernelLinear | nn.Linear,
         embedding: Tensor,
         joining: tuple[Tensor, Tensor] | None = None,
         residual_normed: bool = False,
@@ -134,9 +142,8 @@ class FusedLayers:
         table = (kernels.Layer * len(layers))()
         for entry, parts in zip(table, layers, strict=True):
             for name, part in parts.items():
-                setattr(
-                    entry, name, part.matrix if isinstance(part, TiledLinear) else self._at(part)
-                )
+                held = self._at(part) if isinstance(part, Tensor) else self._matrix(part)
+                setattr(entry, name, held)
         self._held.append(table)
         self.joins = joining is not None
         self.hidden_size = int(config.hidden_size)
@@ -155,12 +162,18 @@ class FusedLayers:
             self.head_size**-0.5,
             table,
             self._at(norm),
-            output.matrix,
+            self._matrix(output),
             _EMBEDDED.index(embedding.dtype),
             residual_normed,
             embedding.data_ptr(),
             *(self._at(weight) for weight in joining or ()),
         )
+
+    def _matrix(self, linear: KernelLinear | nn.Linear) -> kernels.Matrix:
+        if isinstance(linear, nn.Linear):
+            linear = KernelLinear(self.library, linear.weight, linear.bias)
+            self._held.append(linear)
+        return linear.matrix
 
     def _at(self, numbers: Tensor) -> int:
         held = numbers.detach().float().contiguous()
@@ -330,6 +343,22 @@ class FusedSlots:
             self.values.data_ptr(),
         )
 
+    def update(self, keys: Tensor, values: Tensor, span: Span, layer: int) -> tuple[Tensor, Tensor]:
+        """Write [B, kv_heads, T, D] at the span's positions; return all of [0, end) as copies."""
+        assert self.keys is not None and self.values is not None, "reserve first"
+        size, rows = self.layers.head_size, len(keys)
+        blocks = self.keys[layer].view(*self.keys.shape[1:3], -1, size, LANES)
+        flat = self.values[layer].view(*self.values.shape[1:3], -1, size)
+        at = span.positions
+        slot = torch.arange(rows, device=at.device)[:, None]
+        blocks[slot, :, at // LANES, :, at % LANES] = keys.transpose(1, 2).to(self.dtype)
+        flat[slot, :, at] = values.transpose(1, 2).to(self.dtype)
+        filled = blocks[:rows, :, : -(-span.end // LANES)].transpose(-1, -2).flatten(2, 3)
+        return (
+            filled[:, :, : span.end].to(keys.dtype),
+            flat[:rows, :, : span.end].to(values.dtype),
+        )
+
     def _storage(self, slots: int) -> tuple[Tensor, Tensor]:
         layers = self.layers
         room = self.capacity * layers.head_size
@@ -357,10 +386,21 @@ class FusedSlots:
 class FusedTrunk(Trunk):
     """A trunk whose passes are the kernels'. Its model's own code is not run."""
 
-    deterministic = True
-
-    def __init__(self, model: Any, library: Kernels) -> None:
+    def __init__(self, model: Any, library: Kernels, long_in_torch: bool = False) -> None:
+        """
+        Args:
+            model: of transformers, that is no misfit.
+            library: the kernels.
+            long_in_torch: whether long passes are the model's own code's, in torch. Its linear
+                layers are torch's then, and no result is promised to the bit.
+        """
         assert misfit(model) is None
+        self.deterministic = not long_in_torch
+        self._in_torch_from: int | None = None
+        if long_in_torch:
+            layer = model.get_decoder().layers[0]
+            weights = sum(part.numel() for part in layer.parameters())
+            self._in_torch_from = round(LONG + LONG_WEIGHTS / weights)
         decoder = model.get_decoder()
         self.fused = FusedLayers(
             library,
@@ -374,7 +414,12 @@ class FusedTrunk(Trunk):
         super().__init__(model)
 
     def tap(self, layer_ids: Sequence[int]) -> None:
-        """Every stream can be had, without hooks."""
+        # The kernels give every stream without hooks.
+        if self._in_torch_from is not None:
+            super().tap(layer_ids)
+
+    def _is_long(self, tokens: Tensor) -> bool:
+        return self._in_torch_from is not None and tokens.numel() >= self._in_torch_from
 
     def new_cache(self, capacity: int) -> Any:
         return FusedSlots(self.fused, capacity, torch.bfloat16)
@@ -388,6 +433,9 @@ class FusedTrunk(Trunk):
         taps: Sequence[int] = (),
         with_logits: bool = True,
     ) -> TrunkOutput:
+        if self._is_long(tokens):
+            cache.reserve(span)
+            return _wide(super().forward(tokens, span, _InTorch(cache), taps, with_logits))
         # Past the context lies only the padding of other rows' longer drafts.
         rotations = self._rotations(min(span.end, self.context))[:, : self.context]
         passed = self.fused.run(
@@ -398,11 +446,42 @@ class FusedTrunk(Trunk):
 
     @torch.inference_mode()
     def read(self, tokens: Tensor, taps: Sequence[int] = ()) -> TrunkOutput:
+        if self._is_long(tokens):
+            return _wide(super().read(tokens, taps))
         batch, width = tokens.shape
         if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocab_size:
             raise IndexError(f"a token id outside the vocabulary of {self.vocab_size}")
         span = Span.after([0] * batch, width, tokens.device)
         return self.forward(tokens, span, self.new_cache(width), taps, with_logits=False)
+
+
+class _InTorch(SlotCache):
+    """The kernels' cache as transformers' attention modules call theirs."""
+
+    def __init__(self, slots: FusedSlots) -> None:
+        super().__init__(slots.capacity)
+        self._slots = slots
+
+    def update(
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        layer_idx: int,
+        *args: object,
+        **kwargs: object,
+    ) -> tuple[Tensor, Tensor]:
+        assert self.span is not None, "set span before the pass"
+        return self._slots.update(key_states, value_states, self.span, layer_idx)
+
+
+def _wide(output: TrunkOutput) -> TrunkOutput:
+    """In float32, as the kernels' results are."""
+    hidden, aux, logits = output.hidden, output.aux, output.logits
+    return TrunkOutput(
+        hidden.float(),
+        None if aux is None else aux.float(),
+        None if logits is None else logits.float(),
+    )
 
 
 def projections(attention: Any, mlp: Any) -> dict[str, Any]:
@@ -418,9 +497,9 @@ def projections(attention: Any, mlp: Any) -> dict[str, Any]:
     }
 
 
-def _parts(layer: Any) -> dict[str, TiledLinear | Tensor]:
+def _parts(layer: Any) -> dict[str, KernelLinear | nn.Linear | Tensor]:
     attention = layer.self_attn
-    parts: dict[str, TiledLinear | Tensor] = {
+    parts: dict[str, KernelLinear | nn.Linear | Tensor] = {
         **projections(attention, layer.mlp),
         "input_norm": layer.input_layernorm.weight,
         "post_norm": layer.post_attention_layernorm.weight,

@@ -30,7 +30,7 @@ from gguf import GGMLQuantizationType, GGUFValueType
 from mtplx.errors import MtplxError
 from mtplx.kernels import Kernels
 from mtplx.models.blocks import Blocks, from_gguf
-from mtplx.models.tiled import linear_layers, tile
+from mtplx.models.linear import hand_over, linear_layers
 
 # transformers takes seconds to import, so the functions that need it import it: a damaged file is
 # reported before that.
@@ -442,7 +442,7 @@ def load_tiled(file: GgufFile, library: Kernels) -> PreTrainedModel:
         weight, bias = weights.pop(f"{name}.weight"), weights.pop(f"{name}.bias", None)
         if isinstance(weight, torch.Tensor):
             weight = weight.bfloat16()
-        tile(model, name, library, weight, None if bias is None else _dequantized(bias))
+        hand_over(model, name, library, weight, None if bias is None else _dequantized(bias))
     rest = {name: _dequantized(weight) for name, weight in weights.items()}
     model.load_state_dict(rest, assign=True)
     # Its frequencies are no weights, and were not computed on the meta device.

@@ -20,7 +20,7 @@ import torch
 from mtplx.drafters.attached import AttachedHead
 from mtplx.errors import MtplxError
 from mtplx.models.eagle3 import WEIGHTS_FILE, Eagle3Head, load_head
-from mtplx.models.tiled import TiledLinear
+from mtplx.models.linear import KernelLinear
 from mtplx.training.kept import replacing, require_same
 from mtplx.training.report import Acceptance, held_out_acceptance, write_card, write_report
 from mtplx.training.selfplay import Author
@@ -100,7 +100,7 @@ def train_head(
     trunk = llm.trunk
     if trunk.device.type != "cpu":
         raise MtplxError(f"training runs on the CPU; load the model there, not on {trunk.device}")
-    if isinstance(trunk.model.get_output_embeddings(), TiledLinear):
+    if isinstance(trunk.model.get_output_embeddings(), KernelLinear):
         raise MtplxError("training needs the trunk's own weights: load the model without quantize")
     started = _started(start, trunk) if start else None
     if started:

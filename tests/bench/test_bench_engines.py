@@ -19,7 +19,7 @@ from mtplx.errors import MtplxError
 from mtplx.llm import LLM
 from mtplx.models.checkpoint import GenerationDefaults, locate
 from mtplx.models.fused import FusedTrunk
-from mtplx.models.tiled import TiledLinear, linear_layers, tile
+from mtplx.models.linear import KernelLinear, hand_over, linear_layers
 
 SAMPLING = SamplerConfig(temperature=0.7, top_p=0.9, top_k=20, seed=3)
 PROMPT = tuple(range(40, 60))
@@ -43,7 +43,7 @@ def llm(request):
         if (library := kernels.find()) is None:
             pytest.skip("the kernels are not built")
         for name, layer in linear_layers(trunk.model):
-            tile(trunk.model, name, library, layer.weight, None)
+            hand_over(trunk.model, name, library, layer.weight, None)
         trunk = FusedTrunk(trunk.model, library)
         bound = FusedHead(head, trunk, library)
     defaults = GenerationDefaults((), {})
@@ -84,14 +84,14 @@ def test_a_cycle_reads_all_but_the_embedding_and_the_head_once_a_step():
 
 @pytest.mark.parametrize("llm", ["kernels"], indirect=True)
 def test_tiles_are_read_instead_of_what_they_were_made_of(llm):
-    layers = [part for part in llm.trunk.model.modules() if isinstance(part, TiledLinear)]
+    layers = [part for part in llm.trunk.model.modules() if isinstance(part, KernelLinear)]
     # Seven of each of two layers, and the output; float32 beside that only in norms.
     assert len(layers) == 15
-    tiles = sum(layer.tiles.data.nbytes for layer in layers)
+    tiles = sum(layer.data.nbytes for layer in layers)
     assert traffic.model_bytes(llm.trunk.model) == tiles + 5 * 16 * 4
     # Seven matrices, one to fuse the trunk's states, one to the vocabulary.
     parts = [*llm.head._layers._held[0][0].values(), llm.head._fuse, llm.head._output]
-    sizes = [part.tiles.data.nbytes for part in parts if isinstance(part, TiledLinear)]
+    sizes = [part.data.nbytes for part in parts if isinstance(part, KernelLinear)]
     assert len(sizes) == 9 and traffic.head_bytes(llm.head) == sum(sizes)
 
 

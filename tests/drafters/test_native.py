@@ -25,7 +25,7 @@ from mtplx.engine.request import Request
 from mtplx.errors import MtplxError
 from mtplx.inspection import inspect
 from mtplx.models.checkpoint import Checkpoint, load_config, load_model
-from mtplx.models.tiled import linear_layers, tile
+from mtplx.models.linear import hand_over, linear_layers
 from mtplx.models.trunk import Trunk
 from mtplx.sampling import SamplerConfig
 
@@ -311,7 +311,7 @@ def test_a_trunk_in_tiles_has_the_same_head(tmp_path, loaded, own):
         # As loading keeps the output head, in bfloat16.
         narrow = layer is model.get_output_embeddings()
         weight = layer.weight.bfloat16() if narrow else layer.weight
-        tile(model, name, kernels.find(), weight, layer.bias)
+        hand_over(model, name, kernels.find(), weight, layer.bias)
     trunk = Trunk(model)
     head, _ = load_native_head(checkpoint, trunk)
     hidden = torch.randn(3, tiny_native.HIDDEN)

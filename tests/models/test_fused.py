@@ -14,8 +14,8 @@ from mtplx.engine.decoding import Batch
 from mtplx.engine.request import Request
 from mtplx.models.eagle3 import Eagle3Config, Eagle3Head
 from mtplx.models.fused import FusedTrunk, Rotations, misfit
+from mtplx.models.linear import hand_over, linear_layers
 from mtplx.models.slots import Span
-from mtplx.models.tiled import linear_layers, tile
 from mtplx.models.trunk import Trunk
 
 pytestmark = pytest.mark.skipif(kernels.find() is None, reason="the kernels are not built")
@@ -74,7 +74,7 @@ def fused(config, cache_dtype=torch.float32, instructions=None):
     model = plain(config)
     library = kernels.find(instructions)
     for layer_name, layer in linear_layers(model):
-        tile(model, layer_name, library, layer.weight, layer.bias)
+        hand_over(model, layer_name, library, layer.weight, layer.bias)
     trunk = FusedTrunk(model, library)
     if cache_dtype is torch.float32:
         new_cache = trunk.new_cache
@@ -125,7 +125,7 @@ def test_an_embedding_is_looked_up_as_it_is_kept(dtype, instructions):
     model.model.embed_tokens.weight.data = model.model.embed_tokens.weight.to(dtype)
     expected = model.model.embed_tokens.weight[TOKENS].float()
     for name, layer in linear_layers(model):
-        tile(model, name, kernels.find(instructions), layer.weight, layer.bias)
+        hand_over(model, name, kernels.find(instructions), layer.weight, layer.bias)
     trunk = FusedTrunk(model, kernels.find(instructions))
     span = Span.after([0] * 3, 30, TOKENS.device)
     aux = trunk.forward(TOKENS, span, trunk.new_cache(30), taps=(0,)).aux
@@ -350,7 +350,7 @@ def test_what_the_kernels_cannot_run_is_named():
         for key, value in changes.items():
             setattr(model.config, key, value)
         for layer_name, layer in linear_layers(model):
-            tile(model, layer_name, kernels.find(), layer.weight, layer.bias)
+            hand_over(model, layer_name, kernels.find(), layer.weight, layer.bias)
         return misfit(model)
 
     assert reason() is None
@@ -370,7 +370,97 @@ def test_what_the_kernels_cannot_run_is_named():
     dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     assert reason(rope_parameters=dynamic) == "rotary positions of type 'dynamic'"
     assert reason(head_dim=272) == "heads of 272 numbers, more than 256"
-    assert "not tiled (model.layers.0.self_attn.q_proj" in misfit(plain("llama"))
+    # Plain weights are read where they lie.
+    assert misfit(plain("llama")) is misfit(plain("llama").bfloat16()) is None
+    unread = misfit(plain("llama").half())
+    assert unread == "weights of a type they do not read (model.layers.0.self_attn.q_proj)"
+
+
+def in_torch(model, first=0):
+    """The same with passes of so many positions and more in torch, and a cache of its own type."""
+    trunk = FusedTrunk(model, kernels.find(), long_in_torch=True)
+    trunk._in_torch_from = first
+    new_cache = trunk.new_cache
+
+    def own(capacity):
+        cache = new_cache(capacity)
+        cache.dtype = model.dtype
+        return cache
+
+    trunk.new_cache = own
+    return trunk
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_long_pass_is_the_models_own(name, dtype):
+    """To the last bit, whatever lengths the rows have."""
+    model = plain(name).to(dtype)
+    trunk, own = in_torch(model), Trunk(model)
+    assert not trunk.deterministic
+    caches = trunk.new_cache(50), own.new_cache(50)
+    for lengths, width in (([0] * 3, 9), ([9] * 3, 3), ([12, 4, 9], 18), ([30, 17, 27], 2)):
+        span = Span.after(lengths, width, TOKENS.device)
+        tokens = TOKENS[:, :width]
+        output, expected = (
+            one.forward(tokens, span, cache, taps=(0, 1, 3))
+            for one, cache in zip((trunk, own), caches, strict=True)
+        )
+        for part in ("hidden", "aux", "logits"):
+            ours, theirs = getattr(output, part), getattr(expected, part)
+            assert ours.dtype is torch.float32 and torch.equal(ours, theirs.float())
+    assert torch.equal(trunk.read(TOKENS, taps=(1,)).aux, own.read(TOKENS, taps=(1,)).aux.float())
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_short_and_long_passes_share_a_cache(name):
+    """In float32, where the two agree but for the last bits, in any order."""
+    model = plain(name)
+    trunk = in_torch(model, first=3 * 4)
+    cache = trunk.new_cache(50)
+    with torch.inference_mode():
+        expected = model(TOKENS).logits
+    done = 0
+    for width in (5, 1, 2, 6, 3, 4, 9):  # by turns, some with a block's end inside
+        span = Span.after([done] * 3, width, TOKENS.device)
+        logits = trunk.forward(TOKENS[:, done : done + width], span, cache).logits
+        torch.testing.assert_close(logits, expected[:, done : done + width], rtol=1e-3, atol=1e-3)
+        done += width
+    assert done == 30
+
+
+def test_a_layers_size_says_what_is_long():
+    def first(**sizes):
+        config = LlamaConfig(**SIZES | sizes)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        return FusedTrunk(model, kernels.find(), long_in_torch=True)._in_torch_from
+
+    assert first(hidden_size=576, intermediate_size=1536) == 49
+    assert first(hidden_size=1024, intermediate_size=8192, num_hidden_layers=1) == 11
+    trunk = fused("llama")
+    assert trunk.deterministic and trunk._in_torch_from is None
+
+
+def test_a_head_in_torch_takes_the_streams_of_a_bfloat16_trunk():
+    """Of short passes and of long ones, where the kernels cannot step it."""
+    model = plain("llama").bfloat16()
+    trunk = in_torch(model, first=20)
+    torch.manual_seed(1)
+    config = Eagle3Config(
+        LlamaConfig(**SIZES | {"head_dim": 8, "num_hidden_layers": 1}),
+        draft_vocab_size=VOCAB,
+        aux_layer_ids=(1, 2, 3),
+    )
+    head = Eagle3Head(config).eval().requires_grad_(False)
+    head.set_vocabulary(torch.arange(VOCAB))
+    bound = attach(head, trunk)
+    assert type(bound) is AttachedHead
+    for width in (2, 9):
+        span = Span.after([0] * 3, width, TOKENS.device)
+        output = trunk.forward(TOKENS[:, :width], span, trunk.new_cache(9), taps=bound.taps)
+        features = bound.features(output)
+        state = bound.step(TOKENS[:, :width], features, span, bound.new_cache(9))
+        assert features.dtype is state.dtype is torch.bfloat16
 
 
 @pytest.mark.parametrize("name", ["llama", "llama3 rope"])

@@ -31,8 +31,8 @@ from mtplx import kernels
 from mtplx.errors import MtplxError
 from mtplx.models import checkpoint, gguf
 from mtplx.models.fused import FusedTrunk, misfit
+from mtplx.models.linear import linear_layers
 from mtplx.models.slots import Span
-from mtplx.models.tiled import linear_layers
 
 MODULES = {
     "model.embed_tokens": "token_embd",

@@ -17,7 +17,7 @@ from mtplx import kernels
 from mtplx.cli.commands import app
 from mtplx.errors import MtplxError
 from mtplx.models.eagle3 import save_head
-from mtplx.models.tiled import tile
+from mtplx.models.linear import hand_over
 from mtplx.training import loss, openings, recipe
 from mtplx.training.recipe import train_head
 from mtplx.training.selfplay import Author
@@ -314,7 +314,7 @@ def test_text_longer_than_the_context_is_refused(model, tmp_path):
 def test_a_quantised_trunk_is_refused(model, tmp_path):
     llm = mtplx.load(model, dtype="float32", device="cpu")
     output = llm.trunk.model.lm_head
-    tile(llm.trunk.model, "lm_head", kernels.find(), output.weight, output.bias)
+    hand_over(llm.trunk.model, "lm_head", kernels.find(), output.weight, output.bias)
     with pytest.raises(MtplxError, match="trunk's own weights: load the model without quantize"):
         train_head(llm, tmp_path / "run", TrainConfig(), write=48)
 

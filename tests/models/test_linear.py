@@ -8,11 +8,11 @@ import torch
 
 from mtplx import kernels
 from mtplx.models.blocks import quantize
-from mtplx.models.tiled import TiledLinear, Tiles, linear_layers, tile
+from mtplx.models.linear import KernelLinear, hand_over, linear_layers
 
 SETS = ("avx512", "avx2", "generic")
 KINDS = ("int4", "int8", "bfloat16", "float32")
-SHAPES = [(16, 32), (1, 64), (37, 96), (100, 576)]
+SHAPES = [(16, 32), (1, 64), (37, 96), (100, 576), (21, 3072)]
 
 pytestmark = pytest.mark.skipif(kernels.find() is None, reason="the kernels are not built")
 
@@ -25,7 +25,7 @@ def library(name):
 
 
 def matrix(kind, outputs, inputs, seed=0):
-    """A weight as `Tiles.of` takes it, and what it stands for in float64."""
+    """A weight as `KernelLinear` takes it, and what it stands for in float64."""
     w = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(seed)) * 0.1 + 0.03
     if kind in ("int4", "int8"):
         blocks = quantize(w, 4 if kind == "int4" else 8)
@@ -47,7 +47,7 @@ def inputs(rows, size, seed=1):
 def test_a_product_is_that_of_float64(name, kind, shape):
     weight, exact = matrix(kind, *shape)
     bias = torch.linspace(-1, 1, shape[0])
-    linear = TiledLinear(library(name), Tiles.of(weight), bias)
+    linear = KernelLinear(library(name), weight, bias)
     for rows in (1, 2, 3, 4, 5, 6, 7, 8, 9, 19):
         x = inputs(rows, shape[1], seed=rows)
         expected = x.double() @ exact.T + bias
@@ -56,19 +56,32 @@ def test_a_product_is_that_of_float64(name, kind, shape):
         assert bool(((linear(x) - expected).abs() <= 3e-5 * size).all())
 
 
+@pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize("kind", ["bfloat16", "float32"])
-def test_inputs_need_not_fill_a_tile(kind):
-    weight, exact = matrix(kind, 21, 50)
-    x = inputs(3, 50)
-    linear = TiledLinear(library(None), Tiles.of(weight))
-    torch.testing.assert_close(linear(x).double(), x.double() @ exact.T, rtol=1e-4, atol=1e-4)
+@pytest.mark.parametrize("size", [1, 31, 50, 1025])
+def test_plain_inputs_need_not_come_in_groups(name, kind, size):
+    weight, exact = matrix(kind, 21, size)
+    x = inputs(9, size)
+    linear = KernelLinear(library(name), weight)
+    wrong = (linear(x).double() - x.double() @ exact.T).abs()
+    assert bool((wrong <= 3e-5 * (x.double().abs() @ exact.abs().T + 1)).all())
+
+
+def test_plain_weights_are_read_where_they_lie():
+    layer = torch.nn.Linear(40, 7, dtype=torch.bfloat16)
+    linear = KernelLinear(library(None), layer.weight, layer.bias)
+    assert linear.data.data_ptr() == layer.weight.data_ptr()
+    x = inputs(2, 40)
+    before = linear(x)
+    layer.weight.data.mul_(2)
+    torch.testing.assert_close(linear(x) - linear.bias, (before - linear.bias) * 2)
 
 
 @pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_is_the_same_to_the_bit_in_any_company(name, kind):
     weight, _ = matrix(kind, 50, 160)
-    linear = TiledLinear(library(name), Tiles.of(weight))
+    linear = KernelLinear(library(name), weight)
     x = inputs(21, 160)
     alone = torch.cat([linear(row[None]) for row in x])
     threads = torch.get_num_threads()
@@ -87,9 +100,7 @@ def test_blocks_give_the_same_by_every_instruction_set(kind):
     weight, exact = matrix(kind, 50, 160)
     x = inputs(8, 160)
     results = [
-        TiledLinear(found, Tiles.of(weight))(x)
-        for found in map(kernels.find, SETS)
-        if found is not None
+        KernelLinear(found, weight)(x) for found in map(kernels.find, SETS) if found is not None
     ]
     # Whole numbers up to the scales; what follows is one product and one sum, fused or not.
     size = x.abs() @ exact.abs().float().T
@@ -102,7 +113,7 @@ def test_numbers_at_their_limits_do_not_overflow(name):
     """The largest inputs by the largest numbers, and those by the most negative."""
     weight = torch.full((16, 64), 127.0)
     weight[1::2] = -127
-    linear = TiledLinear(library(name), Tiles.of(quantize(weight, 8)))
+    linear = KernelLinear(library(name), quantize(weight, 8))
     for x in (torch.full((2, 64), 3.0), torch.full((2, 64), -3.0)):
         expected = x.double() @ weight.double().T
         torch.testing.assert_close(linear(x).double(), expected, rtol=1e-4, atol=0)
@@ -115,7 +126,7 @@ def test_an_input_that_is_no_number_is_not_hidden(name, wrong):
         weight, _ = matrix(kind, 16, 64)
         x = inputs(3, 64)
         x[1, 40] = wrong
-        y = TiledLinear(library(name), Tiles.of(weight))(x)
+        y = KernelLinear(library(name), weight)(x)
         assert not bool(y[1].isfinite().any()) and bool(y[[0, 2]].isfinite().all())
 
 
@@ -128,7 +139,7 @@ def test_inputs_next_to_nothing_do_no_harm(name, kind):
     for row, tiny in enumerate((1e-29, 1e-36, 1e-41)):
         x[row, ::2] = tiny
     x[1, 32:] = 1
-    y = TiledLinear(library(name), Tiles.of(weight))(x)
+    y = KernelLinear(library(name), weight)(x)
     torch.testing.assert_close(y.double(), x.double() @ exact.T, rtol=1e-4, atol=1e-34)
 
 
@@ -136,10 +147,10 @@ def test_inputs_next_to_nothing_do_no_harm(name, kind):
 def test_a_copy_stands_by_itself(again):
     weight, _ = matrix("int4", 37, 96)
     x = inputs(4, 96)
-    linear = TiledLinear(library("generic"), Tiles.of(weight), torch.linspace(-1, 1, 37))
+    linear = KernelLinear(library("generic"), weight, torch.linspace(-1, 1, 37))
     expected = linear(x)
     copied = again(torch.nn.Sequential(linear))
-    linear.tiles.data.zero_()
+    linear.data.zero_()
     linear.bias.zero_()
     assert torch.equal(copied(x), expected)
     assert copied[0].library is linear.library
@@ -151,7 +162,7 @@ def test_layers_of_a_model_are_replaced_by_name():
     )
     assert [name for name, _ in linear_layers(model)] == ["a", "b.0"]
     first = model["a"]
-    tile(model, "a", library(None), first.weight.detach(), first.bias.detach())
+    hand_over(model, "a", library(None), first.weight.detach(), first.bias.detach())
     assert [name for name, _ in linear_layers(model)] == ["b.0"]
     x = torch.randn(2, 3, 32)
     torch.testing.assert_close(model["a"](x), first(x))
