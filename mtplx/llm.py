@@ -29,13 +29,14 @@ from mtplx.models.checkpoint import (
     generation_defaults,
     load_model,
     load_outline,
-    load_tiled,
+    load_rounded,
     load_tokenizer,
     locate,
     locate_head,
 )
 from mtplx.models.deterministic import DeterministicTrunk
 from mtplx.models.fused import FusedTrunk, misfit
+from mtplx.models.rounding import Report
 from mtplx.models.trunk import Trunk
 from mtplx.randomness import fresh_seed
 from mtplx.sampling import SamplerConfig, Verifier, check_token_settings
@@ -499,6 +500,7 @@ def load(
     device: torch.device | str | None = None,
     deterministic: bool = False,
     quantize: Quantize | None = None,
+    report: Report | None = None,
 ) -> LLM:
     """Load a model and whatever drafts for it.
 
@@ -512,13 +514,14 @@ def load(
         quantize: on the CPU, `int8` or `int4` rounds the linear layers to numbers of so many
             bits in groups of 32, and `file` takes those that a GGUF file has; several times
             faster. `none` and None compute in `dtype`.
+        report: called while layers are quantised: how many are done, and of how many.
     Raises:
         MtplxError: the model or head cannot be had, in one line that says what to do.
     """
     checkpoint: Checkpoint = locate(model)
     attached = None if head is None else locate_head(head)
     place = pick_device(device)
-    trunk = _trunk(checkpoint, dtype, place, deterministic, quantize)
+    trunk = _trunk(checkpoint, dtype, place, deterministic, quantize, report)
     found = find_head(checkpoint, trunk, attached)
     slow = trunk.slow_because if isinstance(trunk, DeterministicTrunk) else None
     return LLM(
@@ -539,6 +542,7 @@ def _trunk(
     device: torch.device,
     deterministic: bool,
     quantize: Quantize | None,
+    report: Report | None,
 ) -> Trunk:
     """The trunk: by the kernels where its layers are to be quantised, else in torch."""
     if quantize is None or quantize == "none":
@@ -561,9 +565,11 @@ def _trunk(
             "quantize needs the kernels, which are built where a C compiler is found: install one, "
             "then mtplx again"
         )
-    network = load_tiled(checkpoint, library, quantize)
+    network = load_rounded(checkpoint, library, quantize, report)
     if misfit(network) is None:
         return FusedTrunk(network, library)
+    # The layers' results are float32, and what is between them has to be as well.
+    network = network.float()
     return DeterministicTrunk(network) if deterministic else Trunk(network)
 
 

@@ -22,7 +22,7 @@ from mtplx import SamplerConfig, kernels
 from mtplx.drafters.pace import Pace
 from mtplx.errors import MtplxError
 from mtplx.models.blocks import quantize
-from mtplx.models.checkpoint import load_tiled, locate
+from mtplx.models.checkpoint import load_rounded, locate
 from mtplx.models.fused import FusedTrunk
 from mtplx.models.linear import KernelLinear, linear_layers, tiles
 from mtplx.models.slots import Span
@@ -561,7 +561,7 @@ def test_weights_are_rounded_once(tmp_path: Path, dtype: torch.dtype) -> None:
     model.save_pretrained(tmp_path)
     found = kernels.find()
     assert found is not None
-    tiled: Any = load_tiled(locate(tmp_path), found, "int8")
+    tiled: Any = load_rounded(locate(tmp_path), found, "int8")
     weight = model.model.layers[0].mlp.down_proj.weight.detach()
     expected = tiles(quantize(weight, 8))
     assert torch.equal(tiled.model.layers[0].mlp.down_proj.data, expected)
@@ -582,7 +582,7 @@ def test_quantised_layers_have_their_conditions(directories: tuple[Path, Path]) 
     if kernels.find() is not None:
         with pytest.raises(MtplxError, match=r"no blocks of its own .*: quantize='int8' or 'int4'"):
             mtplx.load(model, quantize="file", device="cpu")
-        with pytest.raises(MtplxError, match="cannot be quantised: 16 inputs cannot be cut"):
+        with pytest.raises(MtplxError, match=r"cannot be quantised: \d+ inputs cannot be cut"):
             mtplx.load(model, quantize="int8", device="cpu")
 
 

@@ -252,7 +252,7 @@ def load_llm(
     threads: int | None = None,
 ) -> LLM:
     """Load a model, and pass on what it has to note."""
-    with show.waiting(f"loading {model} …"):
+    with show.waiting(f"loading {model} …") as report:
         # Here, not above: this import takes seconds.
         import torch
 
@@ -268,6 +268,7 @@ def load_llm(
             device=device,
             deterministic=deterministic,
             quantize=quantize,
+            report=report,
         )
     for note in llm.notes:
         print(f"note: {note}", file=sys.stderr)

@@ -53,13 +53,17 @@ def stages(a_second: float = 10) -> Iterator[Callable[[str, int, int], None]]:
 
 
 @contextmanager
-def waiting(what: str) -> Iterator[None]:
-    """A spinner while something takes its time; nothing where stderr is no terminal."""
+def waiting(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A spinner while something takes its time; nothing where stderr is no terminal.
+
+    Yields:
+        What may be told how far it is, and of how much.
+    """
     if sys.stderr.isatty():
-        with console().status(what):
-            yield
+        with console().status(what) as status:
+            yield lambda done, total: status.update(f"{what} {done} of {total} layers")
     else:
-        yield
+        yield lambda done, total: None
 
 
 def sampling_settings(sampling: SamplerConfig) -> dict[str, Any]:

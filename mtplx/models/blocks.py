@@ -70,6 +70,8 @@ def quantize(weight: Tensor, bits: Bits) -> Blocks:
     outputs, inputs = weight.shape
     if inputs % GROUP:
         raise ValueError(f"{inputs} inputs cannot be cut into groups of {GROUP}")
+    if outputs > _ROWS_AT_ONCE:
+        return _joined([quantize(rows, bits) for rows in torch.split(weight, _ROWS_AT_ONCE)])
     groups = weight.float().view(outputs, -1, GROUP)
     low, high = groups.amin(-1), groups.amax(-1)
     if bits == 8:
@@ -87,6 +89,21 @@ def quantize(weight: Tensor, bits: Bits) -> Blocks:
     unit = torch.where(scales > 0, 1 / scales.float(), 0.0)[..., None]
     numbers = ((groups - offset) * unit + zero).round().clamp(0, most).to(torch.uint8)
     return Blocks(bits, numbers.view(outputs, inputs), scales, minima)
+
+
+_ROWS_AT_ONCE = 256
+"""What lies between a weight and its number then stays in a CPU's caches."""
+
+
+def _joined(parts: list[Blocks]) -> Blocks:
+    """Rows below rows."""
+    minima = [part.minima for part in parts if part.minima is not None]
+    return Blocks(
+        parts[0].bits,
+        torch.cat([part.numbers for part in parts]),
+        torch.cat([part.scales for part in parts]),
+        torch.cat(minima) if minima else None,
+    )
 
 
 def from_gguf(data: NDArray[np.uint8], kind: str, shape: tuple[int, ...]) -> Blocks | None:

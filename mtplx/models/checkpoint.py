@@ -27,9 +27,9 @@ from safetensors import SafetensorError, safe_open
 
 from mtplx.errors import MtplxError
 from mtplx.kernels import Kernels
-from mtplx.models import blocks, gguf
-from mtplx.models.blocks import Bits, Blocks
-from mtplx.models.linear import hand_over, linear_layers
+from mtplx.models import gguf, gguf_tokenizer, gguf_weights
+from mtplx.models.blocks import Bits
+from mtplx.models.rounding import Report, Rounder, require_fit
 
 # As in `gguf`: transformers is imported where it is needed, so that a mistyped path does not
 # take seconds to say so.
@@ -360,7 +360,7 @@ def load_model(
     config = _causal_config(checkpoint)
     with reported(checkpoint):
         if checkpoint.is_gguf:
-            model = gguf.load_model(checkpoint.gguf_file, dtype)
+            model = gguf_weights.load_model(checkpoint.gguf_file, dtype)
         else:
             model, report = AutoModelForCausalLM.from_pretrained(
                 checkpoint.path,
@@ -372,7 +372,7 @@ def load_model(
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
-            gguf.require_fit(checkpoint.path, report)
+            require_fit(checkpoint.path, report)
         return model.to(device).eval().requires_grad_(False)
 
 
@@ -383,43 +383,62 @@ QUANTIZE = get_args(Quantize)
 _BITS: dict[str, Bits] = {"int8": 8, "int4": 4}
 
 
-def load_tiled(checkpoint: Checkpoint, library: Kernels, quantize: Quantize) -> PreTrainedModel:
-    """The trunk in eval mode on the CPU with its linear layers in the kernels' tiles.
+def load_rounded(
+    checkpoint: Checkpoint, library: Kernels, quantize: Quantize, report: Report | None = None
+) -> PreTrainedModel:
+    """The trunk in eval mode on the CPU with its linear layers in the kernels' hands.
 
-    The output head is kept in bfloat16; all that is no linear layer is float32.
+    The output head is kept in bfloat16, or in the file's own blocks; all that is no linear layer in
+    the checkpoint's own type, or float32 from a GGUF file. Layers are rounded as they are read,
+    where the checkpoint is not quantised already.
 
     Args:
         checkpoint: whose weights they are.
         library: the kernels.
         quantize: `int8`, `int4`, or `file`.
+        report: told how many layers are done, and of how many.
     Raises `MtplxError` as `load_model` does, where weights cannot be cut into blocks, and where a
     file has none.
     """
-    if quantize == "file":
-        if not checkpoint.is_gguf or not gguf.can_be_tiled(checkpoint.gguf_file):
-            raise MtplxError(
-                f"{checkpoint.name}: has no blocks of its own that the kernels can take: "
-                "quantize='int8' or 'int4' makes some"
+    read_here = checkpoint.is_gguf and gguf_weights.is_read_here(checkpoint.gguf_file)
+    if quantize == "file" and not read_here:
+        raise MtplxError(
+            f"{checkpoint.name}: has no blocks of its own that the kernels can take: "
+            "quantize='int8' or 'int4' makes some"
+        )
+    rounder = Rounder(library, _BITS.get(quantize), report)
+    with reported(checkpoint):
+        if read_here:
+            model = gguf_weights.load_layers(
+                checkpoint.gguf_file, rounder.take, as_stored=quantize == "file"
             )
-        with reported(checkpoint):
-            model = gguf.load_tiled(checkpoint.gguf_file, library)
-        return model.eval().requires_grad_(False)
+        else:
+            model = _load_layers(checkpoint, rounder)
+        rounder.take_all(model)
+    if rounder.failed:
+        name, error = rounder.failed
+        raise MtplxError(f"{checkpoint.name}: {name} cannot be quantised: {error}")
+    return model.eval().requires_grad_(False)
+
+
+def _load_layers(checkpoint: Checkpoint, rounder: Rounder) -> PreTrainedModel:
+    """The trunk of a checkpoint of transformers' own kinds, its layers taken while they are read.
+
+    Those of a quantised one, and of a GGUF file, are left for later.
+    """
+    config = _causal_config(checkpoint)
     # In the checkpoint's own type, so that weights are rounded once; a GGUF file's would take twice
     # the memory.
-    own = None if checkpoint.is_gguf else load_config(checkpoint).dtype
-    model = load_model(checkpoint, own or torch.bfloat16)
-    head = model.get_output_embeddings()
-    for name, layer in linear_layers(model):
-        weight: torch.Tensor | Blocks = layer.weight.bfloat16()
-        if layer is not head:
-            try:
-                weight = blocks.quantize(layer.weight, _BITS[quantize])
-            except ValueError as error:
-                raise MtplxError(
-                    f"{checkpoint.name}: {name} cannot be quantised: {error}"
-                ) from None
-        hand_over(model, name, library, weight, layer.bias)
-    return model.float()
+    if checkpoint.is_gguf:
+        return load_model(checkpoint, torch.bfloat16)
+    dtype = config.dtype or torch.bfloat16
+    if getattr(config.get_text_config(), "quantization_config", None):
+        return load_model(checkpoint, dtype)
+    from mtplx.models import handing_over
+
+    model, report = handing_over.from_pretrained(checkpoint.path, config, dtype, rounder.take)
+    require_fit(checkpoint.path, report)
+    return model
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
@@ -428,7 +447,7 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
 
     with reported(checkpoint):
         if checkpoint.is_gguf:
-            return gguf.load_tokenizer(checkpoint.gguf_file)
+            return gguf_tokenizer.load_tokenizer(checkpoint.gguf_file)
         return AutoTokenizer.from_pretrained(
             checkpoint.path, local_files_only=True, trust_remote_code=False
         )

@@ -14,7 +14,7 @@ from __future__ import annotations
 import mmap
 import shutil
 import struct
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import gcd, prod
@@ -28,14 +28,12 @@ import torch
 from gguf import GGMLQuantizationType, GGUFValueType
 
 from mtplx.errors import MtplxError
-from mtplx.kernels import Kernels
-from mtplx.models.blocks import Blocks, from_gguf
-from mtplx.models.linear import hand_over, linear_layers
+from mtplx.models.blocks import Blocks
 
 # transformers takes seconds to import, so the functions that need it import it: a damaged file is
 # reported before that.
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig
 
 Weight = torch.Tensor | Blocks
 
@@ -221,18 +219,18 @@ class _Family:
     interleaved: bool
 
 
-_FAMILIES = {
+FAMILIES = {
     "llama": _Family("llama", interleaved=True),
     "qwen2": _Family("qwen2", interleaved=False),
     "qwen3": _Family("qwen3", interleaved=False),
 }
 
-_MODULES = {
+MODULES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
     "output": "lm_head",
 }
-_LAYER_MODULES = {
+LAYER_MODULES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -245,16 +243,16 @@ _LAYER_MODULES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_ROPE_FACTORS = "rope_freqs.weight"
+ROPE_FACTORS = "rope_freqs.weight"
 
 
 def load_config(file: GgufFile) -> PreTrainedConfig:
     """The transformers config that the file's metadata describes."""
     from transformers import CONFIG_MAPPING, AutoConfig
 
-    family = _FAMILIES.get(file.architecture)
+    family = FAMILIES.get(file.architecture)
     if family is None:
-        with _alone(file) as place:
+        with alone(file) as place:
             return AutoConfig.from_pretrained(**place)
 
     def value(key: str) -> Any:
@@ -300,7 +298,7 @@ def load_config(file: GgufFile) -> PreTrainedConfig:
 
 
 @contextmanager
-def _alone(file: GgufFile) -> Iterator[dict[str, Any]]:
+def alone(file: GgufFile) -> Iterator[dict[str, Any]]:
     """The file as an argument for transformers' loaders, in a directory where nothing else is.
 
     They would read its neighbours too, though a GGUF file is a model of its own, and ask whether
@@ -329,7 +327,7 @@ def _rope_parameters(file: GgufFile, head_dim: int) -> dict[str, Any]:
     prefix = f"{file.architecture}.rope"
     theta = file.metadata.get(f"{prefix}.freq_base", 10000.0)
     kind = file.metadata.get(f"{prefix}.scaling.type", "none")
-    if _ROPE_FACTORS in file.tensors:
+    if ROPE_FACTORS in file.tensors:
         return _llama3_rope(file, head_dim, theta)
     if kind == "none":
         return {"rope_type": "default", "rope_theta": theta}
@@ -355,7 +353,7 @@ def _llama3_rope(file: GgufFile, head_dim: int, theta: float) -> dict[str, Any]:
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    stored = file.tensors[_ROPE_FACTORS].dequantize()
+    stored = file.tensors[ROPE_FACTORS].dequantize()
     parameters = {
         "rope_type": "llama3",
         "rope_theta": theta,
@@ -378,311 +376,6 @@ def _llama3_rope(file: GgufFile, head_dim: int, theta: float) -> dict[str, Any]:
             "use the model's Hugging Face checkpoint"
         )
     return parameters
-
-
-def load_model(file: GgufFile, dtype: torch.dtype) -> PreTrainedModel:
-    """The model on the CPU with its weights dequantised, each rounded once from float32 to `dtype`.
-
-    Raises `MtplxError` where the file's tensors are not those of its architecture; what
-    transformers raises for an architecture it does not know passes through.
-    """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    config = load_config(file)
-    if file.architecture not in _FAMILIES:
-        return _load_through_transformers(file, dtype)
-    weights = {
-        name: _dequantized(values).to(dtype) for name, values in _weights(file, config, _values)
-    }
-    model, report = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
-        None,
-        config=config,
-        state_dict=weights,
-        dtype=dtype,
-        ignore_mismatched_sizes=True,
-        output_loading_info=True,
-    )
-    require_fit(file.path, report)
-    _refuse_leftovers(file, report["unexpected_keys"])
-    return model
-
-
-def can_be_tiled(file: GgufFile) -> bool:
-    """Whether `load_tiled` knows the architecture."""
-    return file.architecture in _FAMILIES
-
-
-def load_tiled(file: GgufFile, library: Kernels) -> PreTrainedModel:
-    """The model on the CPU with its linear layers in tiles, their blocks as they are in the file.
-
-    Blocks of other types than the kernels have are rounded to bfloat16; the rest is float32.
-
-    Raises `MtplxError` where the file's tensors are not those of its architecture.
-    """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    config = load_config(file)
-    with torch.device("meta"):
-        model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
-    weights = dict(_weights(file, config, _blocks))
-    if config.tie_word_embeddings:
-        # The output head's tiles are made of the embedding, which is looked up elsewhere.
-        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
-    shapes = {name: tuple(part.shape) for name, part in model.named_parameters()}
-    shapes["lm_head.weight"] = tuple(model.lm_head.weight.shape)
-    missing = sorted(shapes.keys() - weights.keys())
-    mismatched = [
-        (name, tuple(weights[name].shape), shape)
-        for name, shape in shapes.items()
-        if name in weights and tuple(weights[name].shape) != shape
-    ]
-    require_fit(file.path, {"missing_keys": missing, "mismatched_keys": mismatched})
-    _refuse_leftovers(file, weights.keys() - shapes.keys())
-    for name, _ in linear_layers(model):
-        weight, bias = weights.pop(f"{name}.weight"), weights.pop(f"{name}.bias", None)
-        if isinstance(weight, torch.Tensor):
-            weight = weight.bfloat16()
-        hand_over(model, name, library, weight, None if bias is None else _dequantized(bias))
-    rest = {name: _dequantized(weight) for name, weight in weights.items()}
-    model.load_state_dict(rest, assign=True)
-    # Its frequencies are no weights, and were not computed on the meta device.
-    model.model.rotary_emb = type(model.model.rotary_emb)(config)
-    return model
-
-
-def _refuse_leftovers(file: GgufFile, names: Collection[str]) -> None:
-    if names:
-        raise MtplxError(
-            f"{file.path}: a {file.architecture} model has no place for {len(names)} of its "
-            f"weights, first {min(names)}: use the model's Hugging Face checkpoint"
-        )
-
-
-def _weights(
-    file: GgufFile, config: Any, read: Callable[[GgufTensor], Weight]
-) -> Iterator[tuple[str, Weight]]:
-    """The weights by transformers' names, rows in its order."""
-    family = _FAMILIES[file.architecture]
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-    for name, tensor in file.tensors.items():
-        if name == _ROPE_FACTORS:  # in the config already
-            continue
-        try:
-            values = read(tensor)
-        except NotImplementedError:
-            raise MtplxError(
-                f"{file.path}: {name} is of type {tensor.kind.name}, which is not decoded here: "
-                "use the model in another quantisation"
-            ) from None
-        module = name.split(".")[-2]
-        if family.interleaved and module in heads:
-            if isinstance(values, Blocks):
-                values = values.rows(_halves(torch.arange(len(values.numbers)), heads[module]))
-            else:
-                values = _halves(values, heads[module])
-        yield _transformers_name(name, file), values
-
-
-def _values(tensor: GgufTensor) -> Weight:
-    return tensor.dequantize()
-
-
-def _blocks(tensor: GgufTensor) -> Weight:
-    blocks = from_gguf(tensor.data, tensor.kind.name, tensor.shape)
-    return tensor.dequantize() if blocks is None else blocks
-
-
-def _dequantized(weight: Weight) -> torch.Tensor:
-    return weight.dequantize() if isinstance(weight, Blocks) else weight
-
-
-def require_fit(path: Path, report: Mapping[str, Any]) -> None:
-    """Raises `MtplxError` unless every weight of a model was found, in the shape its config says.
-
-    `report` is what `from_pretrained` returns with `output_loading_info`. transformers would only
-    warn and go on with random numbers.
-    """
-    if missing := report["missing_keys"]:
-        raise MtplxError(
-            f"{path}: {len(missing)} weights are missing, first {min(missing)}: "
-            "download the model again"
-        )
-    if mismatched := report["mismatched_keys"]:
-        name, stored, expected = min(mismatched)
-        raise MtplxError(
-            f"{path}: {len(mismatched)} weights do not fit the config, first {name} with shape "
-            f"{list(stored)} instead of {list(expected)}: download the model again"
-        )
-
-
-def _transformers_name(name: str, file: GgufFile) -> str:
-    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`."""
-    match name.split("."):
-        case [module, leaf] if module in _MODULES:
-            return f"{_MODULES[module]}.{leaf}"
-        case ["blk", index, module, leaf] if module in _LAYER_MODULES:
-            return f"model.layers.{index}.{_LAYER_MODULES[module]}.{leaf}"
-    raise MtplxError(
-        f"{file.path}: the tensor {name!r} is not part of a dense {file.architecture} model, "
-        "the only kind read from GGUF files: use the model's Hugging Face checkpoint"
-    )
-
-
-def _halves(rows: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rows `[heads * head_dim, ...]` from pairs side by side to the two halves of each head."""
-    pairs = rows.view(heads, -1, 2, *rows.shape[1:])
-    return pairs.transpose(1, 2).reshape(rows.shape)
-
-
-def _load_through_transformers(file: GgufFile, dtype: torch.dtype) -> PreTrainedModel:
-    from transformers import AutoModelForCausalLM
-    from transformers.utils.quantization_config import GgufConfig
-
-    with _alone(file) as place:
-        model = AutoModelForCausalLM.from_pretrained(
-            **place, quantization_config=GgufConfig(dequantize=True), dtype=dtype
-        )
-    # The weights are plain now, but the model still calls itself quantised and would refuse to be
-    # saved or trained.
-    model.hf_quantizer = None
-    model.is_quantized = False
-    vars(model.config).pop("quantization_config", None)
-    return model
-
-
-# --- the tokenizer ---------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Splitter:
-    """How text is cut before byte pairs are merged, by the file's `tokenizer.ggml.pre`.
-
-    `pattern`: the pieces, as the model's own tokenizer.json has it; `None` is GPT-2's, with
-    digits cut one by one first if `digits`. `whole_words`: a piece that is in the vocabulary is
-    taken as it is, whether merges lead to it or not. `nfc`: text is composed first.
-    """
-
-    pattern: str | None = None
-    digits: bool = False
-    whole_words: bool = False
-    nfc: bool = False
-
-
-def _words(numbers: str) -> str:
-    """The pattern that Llama 3 and Qwen2 share but for how many digits make a piece."""
-    return (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-        r"|[^\r\n\p{L}\p{N}]?\p{L}+"
-        rf"|{numbers}"
-        r"| ?[^\s\p{L}\p{N}]+[\r\n]*"
-        r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-    )
-
-
-_GPT2 = _Splitter()
-_GPT2_DIGITS = _Splitter(digits=True)
-_LLAMA3 = _Splitter(_words(r"\p{N}{1,3}"), whole_words=True)
-_QWEN2 = _Splitter(_words(r"\p{N}"), nfc=True)
-
-_SPLITTERS = {
-    "gpt-2": _GPT2,
-    "smollm": _GPT2_DIGITS,
-    "starcoder": _GPT2_DIGITS,
-    "refact": _GPT2_DIGITS,
-    "llama-bpe": _LLAMA3,
-    "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2,
-}
-
-_CONTROL, _USER_DEFINED = gguf.TokenType.CONTROL, gguf.TokenType.USER_DEFINED
-
-
-def load_tokenizer(file: GgufFile) -> PreTrainedTokenizerBase:
-    """The file's tokenizer, with its special tokens and its chat template.
-
-    Byte-level BPE is built here. transformers' GGUF loader falls back to GPT-2's splitting where
-    it does not know the file's (`smollm` among them, so that "a  1" comes out differently than
-    the model was trained on), hence a splitter known to neither is an error.
-    """
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    kind, pre = file["tokenizer.ggml.model"], file.metadata.get("tokenizer.ggml.pre", "default")
-    if kind != "gpt2" or pre not in _SPLITTERS:
-        if kind == "gpt2" and pre not in _splitters_of_transformers():
-            raise MtplxError(
-                f"{file.path}: how its tokenizer splits text ({pre!r}) is not known here "
-                f"(known: {', '.join(sorted(_SPLITTERS))}): use the model's Hugging Face checkpoint"
-            )
-        with _alone(file) as place:
-            return AutoTokenizer.from_pretrained(**place)
-
-    tokens = file["tokenizer.ggml.tokens"]
-
-    def token(name: str) -> str | None:
-        index = file.metadata.get(f"tokenizer.ggml.{name}_token_id")
-        return None if index is None else tokens[index]
-
-    return PreTrainedTokenizerFast(
-        tokenizer_object=_byte_level_bpe(file, _SPLITTERS[pre]),
-        bos_token=token("bos"),
-        eos_token=token("eos"),
-        unk_token=token("unknown"),
-        pad_token=token("padding"),
-        chat_template=file.metadata.get("tokenizer.chat_template"),
-        model_max_length=file[f"{file.architecture}.context_length"],
-        clean_up_tokenization_spaces=False,
-    )
-
-
-def _splitters_of_transformers() -> Mapping[str, str]:
-    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
-
-    splits: Mapping[str, str] = GGUF_PRE_TOKENIZER_SPLITS
-    return splits
-
-
-def _byte_level_bpe(file: GgufFile, splitter: _Splitter) -> Any:
-    """The `tokenizers.Tokenizer` of a GPT-2 style vocabulary."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
-    from tokenizers import pre_tokenizers as pre
-    from tokenizers.processors import TemplateProcessing
-
-    tokens = file["tokenizer.ggml.tokens"]
-    tokenizer = Tokenizer(
-        models.BPE(
-            vocab={token: index for index, token in enumerate(tokens)},
-            merges=[tuple(merge.split(" ")) for merge in file["tokenizer.ggml.merges"]],
-            ignore_merges=splitter.whole_words,
-        )
-    )
-    if splitter.nfc:
-        tokenizer.normalizer = normalizers.NFC()
-    steps: list[Any] = [pre.Digits(individual_digits=True)] if splitter.digits else []
-    if splitter.pattern is not None:
-        steps.append(pre.Split(Regex(splitter.pattern), behavior="isolated"))
-    steps.append(pre.ByteLevel(add_prefix_space=False, use_regex=splitter.pattern is None))
-    tokenizer.pre_tokenizer = pre.Sequence(steps)
-    tokenizer.decoder = decoders.ByteLevel()
-
-    # Control tokens steer the model and are left out of its text; user-defined ones (`<think>`)
-    # are part of the text. Both are matched whole, before any splitting.
-    kinds = list(zip(tokens, file["tokenizer.ggml.token_type"], strict=True))
-    for wanted, special in ((_CONTROL, True), (_USER_DEFINED, False)):
-        added = [
-            AddedToken(token, normalized=False, special=special)
-            for token, kind in kinds
-            if kind == wanted
-        ]
-        (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(added)
-
-    if file.metadata.get("tokenizer.ggml.add_bos_token", False):
-        index = file["tokenizer.ggml.bos_token_id"]
-        tokenizer.post_processor = TemplateProcessing(
-            single=f"{tokens[index]} $A",
-            pair=f"{tokens[index]} $A {tokens[index]} $B",
-            special_tokens=[(tokens[index], index)],
-        )
-    return tokenizer
 
 
 # --- how to run it ---------------------------------------------------------------------------

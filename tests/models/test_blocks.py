@@ -92,3 +92,14 @@ def test_rows_can_be_put_in_another_order():
     order = torch.tensor([5, 0, 3])
     torch.testing.assert_close(blocks.rows(order).dequantize(), blocks.dequantize()[order])
     assert isinstance(blocks.rows(order), Blocks)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_many_rows_are_quantised_as_few_are(bits):
+    weight = weights(700, 64)
+    whole = quantize(weight, bits)
+    rows = [quantize(row[None], bits) for row in weight]
+    for part in ("numbers", "scales", "minima"):
+        if getattr(whole, part) is not None:
+            assert torch.equal(getattr(whole, part), torch.cat([getattr(r, part) for r in rows]))
+    assert (whole.minima is None) == (bits == 8) and whole.shape == (700, 64)

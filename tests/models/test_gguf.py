@@ -29,9 +29,14 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import (
 
 from mtplx import kernels
 from mtplx.errors import MtplxError
-from mtplx.models import checkpoint, gguf
+from mtplx.models import checkpoint, gguf, gguf_weights
+from mtplx.models.blocks import from_gguf
+from mtplx.models.blocks import quantize as quantized
 from mtplx.models.fused import FusedTrunk, misfit
-from mtplx.models.linear import linear_layers
+from mtplx.models.gguf_tokenizer import load_tokenizer
+from mtplx.models.gguf_weights import load_layers, load_model
+from mtplx.models.linear import linear_layers, tiles
+from mtplx.models.rounding import Rounder
 from mtplx.models.slots import Span
 
 MODULES = {
@@ -199,7 +204,7 @@ def same_logits(one, other):
 def test_a_model_comes_back_as_it_was_written(tmp_path, architecture, tied):
     original = tiny(architecture, tie_word_embeddings=tied)
     file = write(tmp_path / "m.gguf", original, architecture)
-    model = gguf.load_model(file, torch.float32)
+    model = load_model(file, torch.float32)
     assert type(model) is type(original)
     assert same_weights(model, original)
     assert same_logits(model, original)
@@ -210,7 +215,7 @@ def test_a_model_comes_back_as_it_was_written(tmp_path, architecture, tied):
 
 def test_llama_with_biases(tmp_path):
     original = tiny(attention_bias=True)
-    model = gguf.load_model(write(tmp_path / "m.gguf", original), torch.float32)
+    model = load_model(write(tmp_path / "m.gguf", original), torch.float32)
     assert same_weights(model, original)
     assert same_logits(model, original)
 
@@ -218,8 +223,8 @@ def test_llama_with_biases(tmp_path):
 def test_logits_tell_whether_the_rows_of_q_and_k_are_in_order(tmp_path, monkeypatch):
     original = tiny()
     file = write(tmp_path / "m.gguf", original)
-    monkeypatch.setattr(gguf, "_halves", lambda rows, heads: rows)
-    assert not same_logits(gguf.load_model(file, torch.float32), original)
+    monkeypatch.setattr(gguf_weights, "_halves", lambda rows, heads: rows)
+    assert not same_logits(load_model(file, torch.float32), original)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +232,7 @@ def test_logits_tell_whether_the_rows_of_q_and_k_are_in_order(tmp_path, monkeypa
 )
 def test_quantised_weights_equal_the_reference_decoder(tmp_path, kind):
     original = tiny()
-    model = gguf.load_model(write(tmp_path / "m.gguf", original, kind=kind), torch.float32)
+    model = load_model(write(tmp_path / "m.gguf", original, kind=kind), torch.float32)
     for name, weight in original.state_dict().items():
         expected = weight.numpy()
         if weight.ndim > 1:  # quantised along rows, so the order of rows does not matter
@@ -237,7 +242,7 @@ def test_quantised_weights_equal_the_reference_decoder(tmp_path, kind):
 
 def test_weights_are_rounded_once_from_float32(tmp_path):
     file = write(tmp_path / "m.gguf", tiny(), kind=Kind.Q8_0)
-    full, half = (gguf.load_model(file, dtype) for dtype in (torch.float32, torch.bfloat16))
+    full, half = (load_model(file, dtype) for dtype in (torch.float32, torch.bfloat16))
     assert half.dtype == half.config.dtype == torch.bfloat16
     assert same_weights(full.to(torch.bfloat16), half)
 
@@ -246,7 +251,7 @@ def test_the_model_does_not_lean_on_the_file(tmp_path):
     """A mapped weight would change with the file, and crash where the file shrinks."""
     original = tiny()
     path = tmp_path / "m.gguf"
-    model = gguf.load_model(write(path, original), torch.float32)
+    model = load_model(write(path, original), torch.float32)
     with path.open("r+b") as stream:
         stream.write(bytes(path.stat().st_size))
     assert same_weights(model, original)
@@ -254,22 +259,22 @@ def test_the_model_does_not_lean_on_the_file(tmp_path):
 
 def test_a_loaded_model_can_be_saved_and_loaded(tmp_path):
     file = write(tmp_path / "m.gguf", tiny(), kind=Kind.Q4_0)
-    model = gguf.load_model(file, torch.float32)
+    model = load_model(file, torch.float32)
     model.save_pretrained(tmp_path / "saved")
-    gguf.load_tokenizer(file).save_pretrained(tmp_path / "saved")
+    load_tokenizer(file).save_pretrained(tmp_path / "saved")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert same_weights(again, model)
     assert same_logits(again, model)
     text = "hello  12 <think>world"
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "saved")
-    assert tokenizer(text).input_ids == gguf.load_tokenizer(file)(text).input_ids
+    assert tokenizer(text).input_ids == load_tokenizer(file)(text).input_ids
 
 
 def test_linear_rope_scaling(tmp_path):
     rope = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
     original = tiny(rope_parameters=rope)
     scaling = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
-    model = gguf.load_model(write(tmp_path / "m.gguf", original, metadata=scaling), torch.float32)
+    model = load_model(write(tmp_path / "m.gguf", original, metadata=scaling), torch.float32)
     assert model.config.rope_parameters == rope
     assert same_logits(model, original)
 
@@ -292,22 +297,22 @@ def test_llama_3_rope_is_found_again_from_its_factors(tmp_path):
     factors = rope_factors(original, 500_000.0)
     assert len(set(factors.round(3))) > 2  # high, low and in between
     file = write(tmp_path / "m.gguf", original, extra={"rope_freqs.weight": factors})
-    model = gguf.load_model(file, torch.float32)
+    model = load_model(file, torch.float32)
     assert model.config.rope_parameters == rope
     assert same_logits(model, original)
 
     factors[3] *= 1.01
     file = write(tmp_path / "other.gguf", original, extra={"rope_freqs.weight": factors})
     with pytest.raises(MtplxError, match=r"other\.gguf: .* not Llama 3's"):
-        gguf.load_model(file, torch.float32)
+        load_model(file, torch.float32)
 
 
 def in_float32(file):
-    return gguf.load_model(file, torch.float32)
+    return load_model(file, torch.float32)
 
 
 def in_tiles(file):
-    return gguf.load_tiled(file, kernels.find())
+    return load_layers(file, Rounder(kernels.find(), None).take, as_stored=True)
 
 
 needs_kernels = pytest.mark.skipif(kernels.find() is None, reason="the kernels are not built")
@@ -371,7 +376,7 @@ def test_an_undecodable_block_format_is_named(tmp_path, monkeypatch):
     file = write(tmp_path / "m.gguf", tiny(), kind=Kind.Q8_0)
     monkeypatch.setattr(gguf_package, "dequantize", Mock(side_effect=NotImplementedError))
     with pytest.raises(MtplxError, match=r"m\.gguf: .*weight is of type Q8_0"):
-        gguf.load_model(file, torch.float32)
+        load_model(file, torch.float32)
 
 
 # --- the container ---------------------------------------------------------------------------
@@ -456,6 +461,41 @@ def test_a_missing_file_is_named(tmp_path):
         gguf.read_gguf(tmp_path / "none.gguf")
 
 
+@needs_kernels
+@pytest.mark.parametrize("bits", [None, 8, 4])
+def test_layers_are_read_one_by_one(tmp_path, bits, monkeypatch):
+    """And rounded from what the file's numbers stand for."""
+    path = tmp_path / "m.gguf"
+    write(path, tiny("llama"), kind=Kind.Q8_0)
+    reads = []
+    dequantize, take = gguf.GgufTensor.dequantize, Rounder.take
+
+    def counted(tensor):
+        reads.append(tensor)
+        return dequantize(tensor)
+
+    def watched(self, model, name, weight, bias):
+        assert len(reads) == isinstance(weight, torch.Tensor) == (bits is not None)
+        reads.clear()
+        take(self, model, name, weight, bias)
+
+    monkeypatch.setattr(gguf.GgufTensor, "dequantize", counted)
+    monkeypatch.setattr(Rounder, "take", watched)
+    quantize = "file" if bits is None else f"int{bits}"
+    seen = []
+    model = checkpoint.load_rounded(
+        checkpoint.locate(path), kernels.find(), quantize, lambda *now: seen.append(now)
+    )
+    # All but norms and the embedding.
+    assert len(reads) == 2 * len(model.model.layers) + 2
+    assert seen == [(done, len(seen)) for done in range(1, len(seen) + 1)]
+    own = gguf.read_gguf(path).tensors["blk.1.ffn_up.weight"]
+    blocks = from_gguf(own.data, "Q8_0", own.shape)
+    if bits:
+        blocks = quantized(blocks.dequantize(), bits)
+    assert torch.equal(model.model.layers[1].mlp.up_proj.data, tiles(blocks))
+
+
 # --- the tokenizer ---------------------------------------------------------------------------
 
 TEXTS = [
@@ -471,7 +511,7 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def tokenizer(tiny_file):
-    return gguf.load_tokenizer(gguf.read_gguf(tiny_file))
+    return load_tokenizer(gguf.read_gguf(tiny_file))
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -501,12 +541,12 @@ def test_the_chat_template_comes_along(tokenizer):
 @pytest.mark.parametrize("add", [True, False])
 def test_a_bos_token_is_added_where_the_file_says_so(tmp_path, add):
     file = write(tmp_path / "m.gguf", tiny(), metadata={"tokenizer.ggml.add_bos_token": add})
-    assert gguf.load_tokenizer(file)("he").input_ids == [BEGIN] * add + [VOCABULARY.index("he")]
+    assert load_tokenizer(file)("he").input_ids == [BEGIN] * add + [VOCABULARY.index("he")]
 
 
 def pieces(tmp_path, pre, text):
     file = write(tmp_path / f"{pre}.gguf", tiny(), metadata={"tokenizer.ggml.pre": pre})
-    split = gguf.load_tokenizer(file).backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)
+    split = load_tokenizer(file).backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)
     return [piece for piece, _ in split]
 
 
@@ -542,7 +582,7 @@ def test_llama_3_takes_whole_words_and_qwen2_composes(tmp_path):
     ids = {}
     for pre in ("llama-bpe", "qwen2"):
         file = write(tmp_path / f"{pre}.gguf", tiny(), metadata={"tokenizer.ggml.pre": pre})
-        ids[pre] = gguf.load_tokenizer(file)
+        ids[pre] = load_tokenizer(file)
     word = VOCABULARY.index(WHOLE_WORD)
     assert ids["llama-bpe"](WHOLE_WORD).input_ids == [word]
     assert word not in ids["qwen2"](WHOLE_WORD).input_ids
@@ -552,7 +592,7 @@ def test_llama_3_takes_whole_words_and_qwen2_composes(tmp_path):
 def test_an_unknown_split_is_refused_and_not_guessed(tmp_path):
     file = write(tmp_path / "m.gguf", tiny(), metadata={"tokenizer.ggml.pre": "runes"})
     with pytest.raises(MtplxError, match=r"'runes'.*known: .*smollm"):
-        gguf.load_tokenizer(file)
+        load_tokenizer(file)
 
 
 def test_what_lies_beside_a_file_does_not_matter(tmp_path, monkeypatch):
@@ -564,7 +604,7 @@ def test_what_lies_beside_a_file_does_not_matter(tmp_path, monkeypatch):
         (tmp_path / name).write_text(json.dumps({"model_type": "x", "auto_map": auto_map}))
     model = tiny("qwen2")
     file = write(tmp_path / "m.gguf", model, "qwen2", metadata={"tokenizer.ggml.pre": "tekken"})
-    monkeypatch.setattr(gguf, "_FAMILIES", {})
+    monkeypatch.delitem(gguf.FAMILIES, "qwen2")
     monkeypatch.setattr("builtins.input", Mock(side_effect=AssertionError("asked")))
     assert gguf.load_config(file).model_type == "qwen2"
     seen = {}
@@ -576,16 +616,16 @@ def test_what_lies_beside_a_file_does_not_matter(tmp_path, monkeypatch):
 
     # The real one wants another package.
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", load)
-    assert gguf.load_model(file, torch.float32) is model
+    assert load_model(file, torch.float32) is model
     assert (seen["files"], seen["trust_remote_code"]) == (["m.gguf"], False)
-    tokenizer = gguf.load_tokenizer(file)
+    tokenizer = load_tokenizer(file)
     assert tokenizer.decode(tokenizer("hello 12").input_ids) == "hello 12"
     assert not mark.exists()
 
 
 def test_a_split_that_only_transformers_knows_goes_through_it(tmp_path):
     file = write(tmp_path / "m.gguf", tiny(), metadata={"tokenizer.ggml.pre": "tekken"})
-    assert gguf.load_tokenizer(file).decode(gguf.load_tokenizer(file)("hello 12").input_ids)
+    assert load_tokenizer(file).decode(load_tokenizer(file)("hello 12").input_ids)
 
 
 # --- how to run it ---------------------------------------------------------------------------
@@ -618,13 +658,13 @@ def default_file():
 
 @pytest.fixture(scope="module")
 def default_tokenizer(default_file):
-    return gguf.load_tokenizer(default_file)
+    return load_tokenizer(default_file)
 
 
 @pytest.mark.slow
 @pytest.mark.model
 def test_default_weights_equal_an_independent_reading(default_file):
-    model = gguf.load_model(default_file, torch.float32)
+    model = load_model(default_file, torch.float32)
     reference = {
         tensor.name: tensor for tensor in gguf_package.GGUFReader(default_file.path).tensors
     }
@@ -665,7 +705,7 @@ def test_default_config(default_file):
 
 @pytest.mark.model
 def test_default_model_knows_the_capital_of_france(default_file, default_tokenizer):
-    model = gguf.load_model(default_file, torch.float32)
+    model = load_model(default_file, torch.float32)
     ids = default_tokenizer("The capital of France is", return_tensors="pt").input_ids
     with torch.no_grad():
         best = model(ids).logits[0, -1].argmax()
@@ -714,7 +754,7 @@ def test_default_token_ids_are_those_of_transformers_but_before_digits(
 @pytest.mark.model
 def test_default_model_itself_writes_blanks_before_digits_our_way(default_file, default_tokenizer):
     """The splitting shows in the model's own habits: two newlines before a list are one token."""
-    model = gguf.load_model(default_file, torch.float32)
+    model = load_model(default_file, torch.float32)
     prompt = "Here are three tips for better sleep:"
     ids = default_tokenizer(prompt, return_tensors="pt").input_ids
     with torch.no_grad():
@@ -735,7 +775,7 @@ def test_a_file_in_tiles_is_the_model_it_is_otherwise(tmp_path, architecture, ki
         tmp_path / "m.gguf", tiny(architecture, tie_word_embeddings=tied), architecture, kind=kind
     )
     # Blocks that the kernels have are exact; others are rounded to bfloat16.
-    rounded = gguf.load_model(file, torch.bfloat16 if kind is Kind.F16 else torch.float32)
+    rounded = load_model(file, torch.bfloat16 if kind is Kind.F16 else torch.float32)
     model = in_tiles(file).eval()
     assert not linear_layers(model) and misfit(model) is None
     ids = torch.arange(40).view(2, 20)

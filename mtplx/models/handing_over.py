@@ -1,0 +1,114 @@
+"""transformers' loader, made to hand over each linear layer as soon as its weight is read.
+
+The loader maps a checkpoint's names to a model's, joins and splits tensors where the two differ,
+and reads each no sooner than it is needed. What it offers to those who want a weight to become
+something else is a quantiser; this one gives it away.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.core_model_loading import ConversionOps
+from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.quantizers.quantizers_utils import get_module_from_name
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from mtplx.models.rounding import Take
+
+_METHOD = "mtplx"
+
+
+def from_pretrained(
+    directory: Path, config: PreTrainedConfig, dtype: Any, take: Take
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """A causal language model on the CPU and what `output_loading_info` says.
+
+    Args:
+        directory: of a checkpoint that is not quantised.
+        config: its own.
+        dtype: of all weights.
+        take: given each linear layer but the output head, which may share its weight with the
+            embedding and has it only when all is read.
+    """
+    given = _Given(take)
+    model, report = AutoModelForCausalLM.from_pretrained(
+        directory,
+        config=config,
+        dtype=dtype,
+        quantization_config=given,
+        local_files_only=True,
+        trust_remote_code=False,
+        use_safetensors=True,
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+    )
+    model.hf_quantizer.remove_quantization_config(model)
+    report["mismatched_keys"] = {*report["mismatched_keys"], *given.mismatched}
+    return model, report
+
+
+@register_quantization_config(_METHOD)
+class _Given(QuantizationConfigMixin):  # type: ignore[misc]
+    """What the quantiser is to know."""
+
+    quant_method = _METHOD
+
+    def __init__(self, take: Take) -> None:
+        self.take = take
+        self.mismatched: list[tuple[str, Any, Any]] = []
+
+    def __deepcopy__(self, memo: Any) -> _Given:
+        # A config is copied with all that it holds, and what is taken has to come here.
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"quant_method": _METHOD}
+
+
+@register_quantizer(_METHOD)
+class _Quantizer(HfQuantizer):  # type: ignore[misc]
+    def param_needs_quantization(
+        self, model: PreTrainedModel, param_name: str, **kwargs: Any
+    ) -> bool:
+        module, leaf = get_module_from_name(model, param_name)
+        linear = isinstance(module, nn.Linear) and leaf == "weight"
+        return linear and module is not model.get_output_embeddings()
+
+    def get_quantize_ops(self) -> ConversionOps:
+        return _HandOver(self.quantization_config)
+
+    def is_serializable(self) -> bool:
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+
+class _HandOver(ConversionOps):  # type: ignore[misc]
+    def __init__(self, given: _Given) -> None:
+        self._given = given
+
+    def convert(
+        self,
+        input_dict: dict[str, Any],
+        model: Any = None,
+        full_layer_name: str = "",
+        missing_keys: Any = None,
+        **kwargs: Any,
+    ) -> dict[str, Tensor]:
+        (weight,) = input_dict.values()
+        weight = weight[0] if isinstance(weight, list) else weight
+        name = full_layer_name.removesuffix(".weight")
+        layer = model.get_submodule(name)
+        missing_keys.discard(full_layer_name)
+        if layer.weight.shape == weight.shape:
+            # Biases are read before weights, in the order of the alphabet.
+            self._given.take(model, name, weight, layer.bias)
+        else:
+            self._given.mismatched.append((full_layer_name, weight.shape, layer.weight.shape))
+        return {}
