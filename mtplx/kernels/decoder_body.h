@@ -18,11 +18,34 @@
 
 typedef float Lanes __attribute__((vector_size(64), aligned(4)));
 typedef int32_t Ints __attribute__((vector_size(64), aligned(4)));
-typedef uint16_t Halves __attribute__((vector_size(32), aligned(2)));
-typedef uint32_t Words __attribute__((vector_size(64), aligned(4)));
 typedef int8_t Bytes __attribute__((vector_size(16), aligned(1)));
 
+/* Sixteen numbers again, in vectors as wide as the CPU's: compilers keep wider ones in memory, which
+ * the loops that most of the time goes into cannot afford. */
+#if defined(MTPLX_AVX512)
+#define PIECE_BYTES 64
+#elif defined(MTPLX_AVX2)
+#define PIECE_BYTES 32
+#else
+#define PIECE_BYTES 16
+#endif
+enum { PIECES = 64 / PIECE_BYTES, PIECE = 16 / PIECES };
+typedef float Piece __attribute__((vector_size(PIECE_BYTES), aligned(4), may_alias));
+typedef int32_t PieceInts __attribute__((vector_size(PIECE_BYTES), aligned(4), may_alias));
+typedef uint32_t PieceWords __attribute__((vector_size(PIECE_BYTES), aligned(4), may_alias));
+typedef uint16_t PieceHalves __attribute__((vector_size(PIECE_BYTES / 2), aligned(2)));
+typedef struct {
+    Piece of[PIECES];
+} Wide;
+typedef struct {
+    PieceInts of[PIECES];
+} WideInts;
+typedef struct {
+    PieceWords of[PIECES];
+} WideWords;
+
 #define UNROLLED _Pragma("GCC unroll 8")
+#define EACH_PIECE(p) UNROLLED for (int p = 0; p < PIECES; p++)
 #define INLINE static inline __attribute__((always_inline))
 enum { OUTPUTS = 16, INPUTS = 32 };
 
@@ -64,21 +87,45 @@ INLINE int blocks_of(int outputs) { return (outputs + OUTPUTS - 1) / OUTPUTS; }
 
 INLINE Lanes all(float x) { return x - (Lanes){0}; }
 
+INLINE Piece same(float x) { return x - (Piece){0}; }
+
 /* a * b + c, rounded once where the CPU can do so. */
-INLINE Lanes fused(Lanes a, Lanes b, Lanes c) {
+INLINE Piece fused(Piece a, Piece b, Piece c) {
 #if defined(MTPLX_AVX512)
-    return (Lanes)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+    return (Piece)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(MTPLX_AVX2)
-    __m256 part[3][2];
-    memcpy(part[0], &a, sizeof a);
-    memcpy(part[1], &b, sizeof b);
-    memcpy(part[2], &c, sizeof c);
-    for (int i = 0; i < 2; i++) part[2][i] = _mm256_fmadd_ps(part[0][i], part[1][i], part[2][i]);
-    memcpy(&c, part[2], sizeof c);
-    return c;
+    return (Piece)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #else
     return a * b + c;
 #endif
+}
+
+INLINE Wide nothing(void) {
+    Wide v;
+    EACH_PIECE(p) v.of[p] = same(0);
+    return v;
+}
+
+INLINE Wide add_product(Wide a, Wide b, Wide c) {
+    EACH_PIECE(p) c.of[p] = fused(a.of[p], b.of[p], c.of[p]);
+    return c;
+}
+
+INLINE Wide add_multiple(Wide a, float b, Wide c) {
+    const Piece factor = same(b);
+    EACH_PIECE(p) c.of[p] = fused(a.of[p], factor, c.of[p]);
+    return c;
+}
+
+/* Not by memcpy, which compilers make go through memory. */
+INLINE Wide load_wide(const float *x) {
+    Wide v;
+    EACH_PIECE(p) v.of[p] = *(const Piece *)(x + PIECE * p);
+    return v;
+}
+
+INLINE void store_wide(Wide x, float *y) {
+    EACH_PIECE(p) *(Piece *)(y + PIECE * p) = x.of[p];
 }
 
 INLINE Lanes load(const float *x) {
@@ -148,19 +195,24 @@ INLINE float largest_of(Lanes v) {
     return largest;
 }
 
-INLINE Lanes from_bfloat16(const uint16_t *x) {
+INLINE Wide from_bfloat16(const uint16_t *x) {
+    Wide v;
+    EACH_PIECE(p) {
+        const uint16_t *own = x + PIECE * p;
+        /* Compilers make six instructions of the conversion in general. */
 #if defined(MTPLX_AVX512)
-    /* Compilers make six instructions of the conversion below. */
-    const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)x));
-    return (Lanes)_mm512_slli_epi32(wide, 16);
+        const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)own));
+        v.of[p] = (Piece)_mm512_slli_epi32(wide, 16);
+#elif defined(MTPLX_AVX2)
+        const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)own));
+        v.of[p] = (Piece)_mm256_slli_epi32(wide, 16);
 #else
-    Halves h;
-    memcpy(&h, x, sizeof h);
-    Words w = __builtin_convertvector(h, Words) << 16;
-    Lanes v;
-    memcpy(&v, &w, sizeof v);
-    return v;
+        PieceHalves h;
+        memcpy(&h, own, sizeof h);
+        v.of[p] = (Piece)(__builtin_convertvector(h, PieceWords) << 16);
 #endif
+    }
+    return v;
 }
 
 INLINE uint16_t to_bfloat16(float x) {
@@ -170,74 +222,78 @@ INLINE uint16_t to_bfloat16(float x) {
     return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-INLINE Lanes from_halves(const uint8_t *x) {
+INLINE Wide from_halves(const uint8_t *x) {
+    Wide v;
+    EACH_PIECE(p) {
+        const uint8_t *own = x + 2 * PIECE * p;
 #if defined(MTPLX_AVX512)
-    return (Lanes)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)x));
+        v.of[p] = (Piece)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)own));
 #elif defined(MTPLX_AVX2)
-    float a[16];
-    _mm256_storeu_ps(a, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)x)));
-    _mm256_storeu_ps(a + 8, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(x + 16))));
-    return load(a);
+        v.of[p] = (Piece)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)own));
 #else
-    Halves h;
-    memcpy(&h, x, sizeof h);
-    Words w = __builtin_convertvector(h, Words);
-    /* Exponent and mantissa moved into place, 112 more in the exponent by a multiplication that
-     * also makes subnormal numbers normal. */
-    Words bits = (w & 0x7fff) << 13, sign = (w & 0x8000) << 16;
-    Lanes v;
-    memcpy(&v, &bits, sizeof v);
-    v *= 0x1p112f;
-    memcpy(&bits, &v, sizeof v);
-    bits |= sign;
-    memcpy(&v, &bits, sizeof v);
-    return v;
+        PieceHalves h;
+        memcpy(&h, own, sizeof h);
+        const PieceWords w = __builtin_convertvector(h, PieceWords);
+        /* Exponent and mantissa moved into place, 112 more in the exponent by a multiplication that
+         * also makes subnormal numbers normal. */
+        const Piece shifted = (Piece)((w & 0x7fff) << 13) * 0x1p112f;
+        v.of[p] = (Piece)((PieceWords)shifted | (w & 0x8000) << 16);
 #endif
+    }
+    return v;
 }
 
-/* acc + the products of four bytes each, unsigned by signed, in every lane. */
-INLINE Ints dot_bytes(Ints acc, Words weights, const int8_t *four) {
+/* The products of a group's inputs by numbers, unsigned by signed bytes, summed for each output. */
+INLINE PieceInts dot_group(const int kind, const WideWords *numbers, const int p,
+                           const int8_t *inputs) {
+    PieceInts sum = {0};
 #if defined(MTPLX_AVX512)
     /* As one instruction; compilers make two of the intrinsic, and a broadcast costs as much as a
      * product. */
-    __asm__("vpdpbusd %2%{1to16%}, %1, %0"
-            : "+v"(acc)
-            : "v"(weights), "m"(*(const int8_t(*)[4])four));
-    return acc;
-#else
-    int32_t inputs;
-    memcpy(&inputs, four, 4);
-#if defined(MTPLX_AVX2)
-    /* By way of 16 bits, with even and odd bytes apart, for the sum of two products of bytes does
-     * not fit into 16 bits. */
-    __m256i x = _mm256_set1_epi32(inputs);
-    __m256i x_even = _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8), x_odd = _mm256_srai_epi16(x, 8);
-    __m256i low = _mm256_set1_epi16(255);
-    __m256i part[2], sum[2];
-    memcpy(part, &weights, sizeof part);
-    memcpy(sum, &acc, sizeof sum);
-    for (int i = 0; i < 2; i++) {
-        __m256i even = _mm256_and_si256(part[i], low), odd = _mm256_srli_epi16(part[i], 8);
-        sum[i] = _mm256_add_epi32(sum[i], _mm256_madd_epi16(even, x_even));
-        sum[i] = _mm256_add_epi32(sum[i], _mm256_madd_epi16(odd, x_odd));
+    UNROLLED for (int i = 0; i < 8; i++)
+        __asm__("vpdpbusd %2%{1to16%}, %1, %0"
+                : "+v"(sum)
+                : "v"(numbers[i].of[p]), "m"(*(const int8_t(*)[4])(inputs + 4 * i)));
+#elif defined(MTPLX_AVX2)
+    /* By way of 16 bits. */
+    __m256i all_fours = _mm256_setzero_si256();
+    UNROLLED for (int i = 0; i < 8; i++) {
+        int32_t four;
+        memcpy(&four, inputs + 4 * i, 4);
+        const __m256i x = _mm256_set1_epi32(four), w = (__m256i)numbers[i].of[p];
+        if (kind == FOUR_BITS) {
+            /* Numbers are below 16, so that the products of all eight fours fit in. */
+            all_fours = _mm256_add_epi16(all_fours, _mm256_maddubs_epi16(w, x));
+            continue;
+        }
+        /* With even and odd bytes apart, for the sum of two products of bytes does not. */
+        const __m256i x_even = _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8);
+        const __m256i x_odd = _mm256_srai_epi16(x, 8);
+        const __m256i even = _mm256_and_si256(w, _mm256_set1_epi16(255));
+        const __m256i odd = _mm256_srli_epi16(w, 8);
+        sum += (PieceInts)_mm256_madd_epi16(even, x_even);
+        sum += (PieceInts)_mm256_madd_epi16(odd, x_odd);
     }
-    memcpy(&acc, sum, sizeof acc);
-    return acc;
+    if (kind == FOUR_BITS) sum = (PieceInts)_mm256_madd_epi16(all_fours, _mm256_set1_epi16(1));
 #else
-    for (int j = 0; j < 4; j++)
-        acc += (Ints)(weights >> (8 * j) & 255) * (int32_t)(int8_t)(inputs >> (8 * j));
-    return acc;
+    for (int i = 0; i < INPUTS; i++)
+        sum += (PieceInts)(numbers[i / 4].of[p] >> (8 * (i % 4)) & 255) * (int32_t)inputs[i];
 #endif
-#endif
+    return sum;
 }
 
 /* acc with what a group of inputs adds, whose number is `at`: products of its high and low bytes. */
-INLINE Lanes add_group(const int kind, Lanes acc, Ints high, Ints low, const Inputs *x, size_t at,
-                       Lanes scale, Lanes minimum) {
-    Ints exact = high * 256 + low;
-    if (kind == EIGHT_BITS) exact -= x->zeros[at];
-    acc = fused(__builtin_convertvector(exact, Lanes), scale * x->scales[at], acc);
-    if (kind == FOUR_BITS) acc = fused(minimum, all(x->totals[at]), acc);
+INLINE Wide add_group(const int kind, Wide acc, const WideWords *numbers, const Inputs *x, size_t at,
+                      Wide scale, Wide minimum) {
+    const Group *group = &x->groups[at];
+    EACH_PIECE(p) {
+        PieceInts exact = dot_group(kind, numbers, p, group->high) * 256 +
+                          dot_group(kind, numbers, p, group->low);
+        if (kind == EIGHT_BITS) exact -= x->zeros[at];
+        acc.of[p] = fused(__builtin_convertvector(exact, Piece), scale.of[p] * x->scales[at],
+                          acc.of[p]);
+        if (kind == FOUR_BITS) acc.of[p] = fused(minimum.of[p], same(x->totals[at]), acc.of[p]);
+    }
     return acc;
 }
 
@@ -247,8 +303,8 @@ INLINE void row_of_tiles(const int kind, const uint8_t *tile, const Inputs *x, i
     const int count = x->count;
     const size_t bytes = TILE_BYTES[kind];
     /* Known here alone, and every loop over it unrolled, so that it stays in registers. */
-    Lanes acc[ROWS];
-    UNROLLED for (int m = 0; m < rows; m++) acc[m] = all(0);
+    Wide acc[ROWS];
+    UNROLLED for (int m = 0; m < rows; m++) acc[m] = nothing();
     for (int g = 0; g < count; g++, tile += bytes) {
         /* Numbers, for no pointer may go past the end. Far ahead into the larger cache, and from
          * there into the nearer one. */
@@ -257,43 +313,26 @@ INLINE void row_of_tiles(const int kind, const uint8_t *tile, const Inputs *x, i
             __builtin_prefetch((const void *)(far + line), 0, 2);
             __builtin_prefetch((const void *)(near + line), 0, 3);
         }
-        Words numbers[8];
-        if (kind == FOUR_BITS) {
-            UNROLLED for (int i = 0; i < 4; i++) {
-                memcpy(&numbers[i], tile + 64 * i, 64);
-                numbers[i + 4] = numbers[i] >> 4 & 0x0f0f0f0f;
-                numbers[i] &= 0x0f0f0f0f;
+        WideWords numbers[8];
+        EACH_PIECE(p) {
+            if (kind == FOUR_BITS) {
+                UNROLLED for (int i = 0; i < 4; i++) {
+                    const PieceWords both = *(const PieceWords *)(tile + 64 * i + PIECE_BYTES * p);
+                    numbers[i].of[p] = both & 0x0f0f0f0f;
+                    numbers[i + 4].of[p] = both >> 4 & 0x0f0f0f0f;
+                }
+            } else {
+                UNROLLED for (int i = 0; i < 8; i++)
+                    numbers[i].of[p] = *(const PieceWords *)(tile + 64 * i + PIECE_BYTES * p);
             }
-        } else {
-            UNROLLED for (int i = 0; i < 8; i++) memcpy(&numbers[i], tile + 64 * i, 64);
         }
-        Lanes scale = from_halves(tile + (kind == FOUR_BITS ? 256 : 512)), minimum = all(0);
-        if (kind == FOUR_BITS) minimum = from_halves(tile + 288);
-        UNROLLED for (int m = 0; m < rows; m++) {
-            const size_t at = (size_t)first * count + (size_t)g * rows + m;
-            const Group *group = &x->groups[at];
-            Ints high = {0}, low = {0};
-            UNROLLED for (int i = 0; i < 8; i++) {
-                high = dot_bytes(high, numbers[i], group->high + 4 * i);
-                low = dot_bytes(low, numbers[i], group->low + 4 * i);
-            }
-            acc[m] = add_group(kind, acc[m], high, low, x, at, scale, minimum);
-        }
+        const Wide scale = from_halves(tile + (kind == FOUR_BITS ? 256 : 512));
+        const Wide minimum = kind == FOUR_BITS ? from_halves(tile + 288) : nothing();
+        UNROLLED for (int m = 0; m < rows; m++)
+            acc[m] = add_group(kind, acc[m], numbers, x, (size_t)first * count + (size_t)g * rows + m,
+                               scale, minimum);
     }
-    UNROLLED for (int m = 0; m < rows; m++) result[m] = acc[m];
-}
-
-/* Up to 32 weights of one output, and zeros for those that are left out. */
-INLINE void plain_weights(const int kind, const uint8_t *from, const int some, Lanes *w) {
-    uint8_t padded[4 * INPUTS] = {0};
-    const int bytes = kind == BFLOAT16 ? 2 : 4;
-    if (some < INPUTS) {
-        memcpy(padded, from, (size_t)bytes * some);
-        from = padded;
-    }
-    for (int h = 0; h < 2; h++)
-        w[h] = kind == BFLOAT16 ? from_bfloat16((const uint16_t *)from + 16 * h)
-                                : load((const float *)from + 16 * h);
+    UNROLLED for (int m = 0; m < rows; m++) store_wide(acc[m], (float *)&result[m]);
 }
 
 /* The outputs of one block, whose weights are plain numbers, by `rows` rows of inputs, up to ROWS,
@@ -301,23 +340,26 @@ INLINE void plain_weights(const int kind, const uint8_t *from, const int some, L
 INLINE void plain_rows(const int kind, const Matrix *w, int block, const Inputs *x, int first,
                        const int rows, Lanes *result) {
     /* Outputs whose sums the registers hold at a time, and inputs that the nearest cache does. */
-    const int some = rows * 4 <= SUMS ? 4 : rows * 2 <= SUMS ? 2 : 1;
+    const int some = SUMS / rows >= 4 ? 4 : SUMS / rows >= 2 ? 2 : 1;
     const int stretch = NEARBY / rows / INPUTS * INPUTS;
     const size_t bytes = kind == BFLOAT16 ? 2 : 4, row_bytes = bytes * w->inputs;
     const int begin = block * OUTPUTS;
     const int width = w->outputs - begin < OUTPUTS ? w->outputs - begin : OUTPUTS;
     const uint8_t *weights = w->weights + row_bytes * begin;
     const float *plain = x->plain + (size_t)first * x->count * INPUTS;
+    const int whole = w->inputs / INPUTS * INPUTS;
+    uint8_t rest[4][4 * INPUTS] = {0};
     Lanes sums[ROWS][OUTPUTS];
     for (int from = 0; from < w->inputs; from += stretch) {
         const int to = w->inputs - from < stretch ? w->inputs : from + stretch;
         for (int n = 0; n < OUTPUTS; n += some) {
             const uint8_t *row[4];
-            Lanes acc[4][ROWS];
+            Wide acc[4][ROWS];
             UNROLLED for (int i = 0; i < some; i++) {
                 /* What is behind the last output is computed as that one, and not taken. */
                 row[i] = weights + row_bytes * (n + i < width ? n + i : width - 1);
-                UNROLLED for (int m = 0; m < rows; m++) acc[i][m] = from ? sums[m][n + i] : all(0);
+                UNROLLED for (int m = 0; m < rows; m++)
+                    acc[i][m] = from ? load_wide((const float *)&sums[m][n + i]) : nothing();
             }
             /* Fetched ahead is what comes next: the outputs that follow, or the first ones again
              * where another stretch does. */
@@ -325,27 +367,31 @@ INLINE void plain_rows(const int kind, const Matrix *w, int block, const Inputs 
                                      ? row_bytes * some
                                      : bytes * stretch - row_bytes * (OUTPUTS - some);
             const float *in = plain + (size_t)from * rows;
-            for (int k = from; k < to; k += INPUTS) {
-                Lanes part[4][2];
+            /* A last group that is none, with zeros behind it. */
+            UNROLLED for (int i = 0; i < some; i++)
+                if (to > whole) memcpy(rest[i], row[i] + bytes * whole, bytes * (to - whole));
+            for (int k = from; k < to; k += INPUTS, in += INPUTS * rows) {
+                const uint8_t *these[4];
                 UNROLLED for (int i = 0; i < some; i++) {
-                    const uint8_t *these = row[i] + bytes * k;
+                    these[i] = row[i] + bytes * k;
                     for (size_t line = 0; line < bytes * INPUTS; line += 64)
-                        __builtin_prefetch((const void *)((uintptr_t)these + ahead + line), 0, 2);
-                    if (w->inputs - k < INPUTS)
-                        plain_weights(kind, these, w->inputs - k, part[i]);
-                    else
-                        plain_weights(kind, these, INPUTS, part[i]);
+                        __builtin_prefetch((const void *)((uintptr_t)these[i] + ahead + line), 0, 2);
+                    if (k == whole) these[i] = rest[i];
                 }
-                UNROLLED for (int m = 0; m < rows; m++, in += INPUTS) {
-                    const Lanes one = load(in), other = load(in + 16);
-                    UNROLLED for (int i = 0; i < some; i++) {
-                        acc[i][m] = fused(part[i][0], one, acc[i][m]);
-                        acc[i][m] = fused(part[i][1], other, acc[i][m]);
+                UNROLLED for (int h = 0; h < INPUTS; h += 16) {
+                    Wide part[4];
+                    UNROLLED for (int i = 0; i < some; i++)
+                        part[i] = kind == BFLOAT16 ? from_bfloat16((const uint16_t *)these[i] + h)
+                                                   : load_wide((const float *)these[i] + h);
+                    UNROLLED for (int m = 0; m < rows; m++) {
+                        const Wide x_part = load_wide(in + INPUTS * m + h);
+                        UNROLLED for (int i = 0; i < some; i++)
+                            acc[i][m] = add_product(part[i], x_part, acc[i][m]);
                     }
                 }
             }
             UNROLLED for (int m = 0; m < rows; m++) UNROLLED for (int i = 0; i < some; i++)
-                sums[m][n + i] = acc[i][m];
+                store_wide(acc[i][m], (float *)&sums[m][n + i]);
         }
     }
     UNROLLED for (int m = 0; m < rows; m++) result[m] = sums_of(sums[m]);
@@ -503,8 +549,9 @@ INLINE void expect(const int narrow, const void *where, size_t at, size_t bytes)
     __builtin_prefetch((const void *)((uintptr_t)where + at * (narrow ? 2 : 4) + bytes), 0, 3);
 }
 
-INLINE Lanes kept(const int narrow, const void *where, size_t at) {
-    return narrow ? from_bfloat16((const uint16_t *)where + at) : load((const float *)where + at);
+INLINE Wide kept(const int narrow, const void *where, size_t at) {
+    return narrow ? from_bfloat16((const uint16_t *)where + at)
+                  : load_wide((const float *)where + at);
 }
 
 /* e to the power of x <= 0, as good as float32 is: 2^n (1 + a polynomial), in lanes. What lies below
@@ -537,25 +584,26 @@ typedef struct {
 INLINE void mix(const int narrow, const int n, const int parts, const Query *query,
                 const void *values, size_t at, int size, int begin, int shortest,
                 const float *scores, size_t stride, const float *share) {
-    Lanes sum[QUERIES][PARTS];
+    Wide sum[QUERIES][PARTS];
     UNROLLED for (int r = 0; r < n; r++) UNROLLED for (int i = 0; i < parts; i++)
-        sum[r][i] = all(0);
+        sum[r][i] = nothing();
     for (int t = 0; t < shortest; t++) {
-        Lanes value[PARTS];
+        Wide value[PARTS];
         UNROLLED for (int i = 0; i < parts; i++) {
             value[i] = kept(narrow, values, at + (size_t)t * size + begin + 16 * i);
             if (i % 2 == 0) expect(narrow, values, at + (size_t)t * size + begin + 16 * i, EXPECTED);
         }
         UNROLLED for (int r = 0; r < n; r++) UNROLLED for (int i = 0; i < parts; i++)
-            sum[r][i] = fused(value[i], all(scores[r * stride + t]), sum[r][i]);
+            sum[r][i] = add_multiple(value[i], scores[r * stride + t], sum[r][i]);
     }
     UNROLLED for (int r = 0; r < n; r++) {
         for (int t = shortest; t < query[r].length; t++) UNROLLED for (int i = 0; i < parts; i++)
-            sum[r][i] = fused(kept(narrow, values, at + (size_t)t * size + begin + 16 * i),
-                              all(scores[r * stride + t]), sum[r][i]);
+            sum[r][i] = add_multiple(kept(narrow, values, at + (size_t)t * size + begin + 16 * i),
+                                     scores[r * stride + t], sum[r][i]);
         UNROLLED for (int i = 0; i < parts; i++) {
-            const Lanes mean = sum[r][i] * share[r];
-            memcpy(query[r].y + begin + 16 * i, &mean, sizeof mean);
+            Wide mean = sum[r][i];
+            EACH_PIECE(p) mean.of[p] *= share[r];
+            store_wide(mean, query[r].y + begin + 16 * i);
         }
     }
 }
@@ -573,20 +621,21 @@ INLINE void attend_some(const int narrow, const int n, const Query *query, const
     for (int t = 0; t < longest; t += 16) {
         /* Sixteen keys at a time, in two sums that need not wait for each other. */
         const size_t block = at + (size_t)t * size;
-        Lanes even[QUERIES], odd[QUERIES];
-        UNROLLED for (int r = 0; r < n; r++) even[r] = odd[r] = all(0);
+        Wide even[QUERIES], odd[QUERIES];
+        UNROLLED for (int r = 0; r < n; r++) even[r] = odd[r] = nothing();
         for (int i = 0; i < size; i += 2) {
-            const Lanes first = kept(narrow, keys, block + (size_t)i * 16);
+            const Wide first = kept(narrow, keys, block + (size_t)i * 16);
             expect(narrow, keys, block + (size_t)i * 16, EXPECTED);
-            const Lanes second = kept(narrow, keys, block + (size_t)i * 16 + 16);
+            const Wide second = kept(narrow, keys, block + (size_t)i * 16 + 16);
             UNROLLED for (int r = 0; r < n; r++) {
-                even[r] = fused(first, all(query[r].q[i]), even[r]);
-                odd[r] = fused(second, all(query[r].q[i + 1]), odd[r]);
+                even[r] = add_multiple(first, query[r].q[i], even[r]);
+                odd[r] = add_multiple(second, query[r].q[i + 1], odd[r]);
             }
         }
         UNROLLED for (int r = 0; r < n; r++) {
-            const Lanes dot = (even[r] + odd[r]) * scale;
-            memcpy(scores + r * stride + t, &dot, sizeof dot);
+            Wide dot = even[r];
+            EACH_PIECE(p) dot.of[p] = (dot.of[p] + odd[r].of[p]) * scale;
+            store_wide(dot, scores + r * stride + t);
         }
     }
     float share[QUERIES];
@@ -774,9 +823,9 @@ static void embed(const Decoder *d, int64_t token, float *y) {
         const int some = d->hidden - i < 16 ? d->hidden - i : 16;
         uint16_t narrow[16] = {0};
         memcpy(narrow, x + i, sizeof *x * some);
-        const Lanes wide = d->embedding_type == EMBEDDED_HALF
-                               ? from_halves((const uint8_t *)narrow)
-                               : from_bfloat16(narrow);
+        const Wide wide = d->embedding_type == EMBEDDED_HALF
+                              ? from_halves((const uint8_t *)narrow)
+                              : from_bfloat16(narrow);
         memcpy(y + i, &wide, sizeof(float) * some);
     }
 }

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mtplx import kernels
-from mtplx.models.blocks import quantize
+from mtplx.models.blocks import Blocks, quantize
 from mtplx.models.linear import KernelLinear, hand_over, linear_layers
 
 SETS = ("avx512", "avx2", "generic")
@@ -117,6 +117,21 @@ def test_numbers_at_their_limits_do_not_overflow(name):
     for x in (torch.full((2, 64), 3.0), torch.full((2, 64), -3.0)):
         expected = x.double() @ weight.double().T
         torch.testing.assert_close(linear(x).double(), expected, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_sums_of_the_largest_numbers_do_not_overflow(name, bits):
+    """All numbers at their greatest, by inputs of which both bytes are, or nearly."""
+    numbers = torch.full((16, 64), 2**bits - 1, dtype=torch.uint8)
+    scales = torch.ones(16, 2).half()
+    blocks = Blocks(bits, numbers, scales, torch.zeros(16, 2).half() if bits == 4 else None)
+    linear = KernelLinear(library(name), blocks)
+    # 127 * 256 beside numbers that end in -128 and in 127.
+    x = torch.tensor([32512, *[126 * 256 + 128] * 31, 32512, *[126 * 256 + 127] * 31]) / 32512
+    for rows in (x[None], -x[None], torch.stack([x, -x, x, -x])):
+        expected = rows.double() @ blocks.dequantize().double().T
+        torch.testing.assert_close(linear(rows).double(), expected, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("name", SETS)
