@@ -31,6 +31,7 @@ from mtplx.audit.numerics import rounding
 from mtplx.audit.run import PROMPTS, audit
 from mtplx.llm import LLM
 from mtplx.models import blocks
+from mtplx.models.deterministic import DeterministicTrunk
 from mtplx.models.linear import hand_over, linear_layers
 from mtplx.models.trunk import Trunk
 
@@ -122,20 +123,21 @@ def mtp_checkpoint(directory: Path) -> SimpleNamespace:
 
 def rounding_table(args: argparse.Namespace) -> None:
     sampling = mtplx.SamplerConfig(temperature=args.temperature)
-    kernels = [
-        ("bfloat16", "SDPA", False),
-        ("bfloat16", "eager attention", False),
-        ("float32", "SDPA", False),
-        ("float32", "eager attention", False),
-        ("bfloat16", "deterministic", True),
-        ("4 bits", "mtplx's", False),
+    ways = [
+        ("bfloat16", "torch, SDPA", Trunk),
+        ("bfloat16", "torch, eager attention", Trunk),
+        ("float32", "torch, SDPA", Trunk),
+        ("float32", "torch, eager attention", Trunk),
+        ("bfloat16", "torch, deterministic", DeterministicTrunk),
+        ("bfloat16", "mtplx's", None),
+        ("4 bits", "mtplx's", None),
     ]
-    for dtype, kernel, deterministic in kernels:
-        if dtype == "4 bits":
-            llm = mtplx.load(quantize="file")
-        else:
-            llm = mtplx.load(dtype=dtype, deterministic=deterministic)
-        if kernel == "eager attention":
+    for dtype, kernel, in_torch in ways:
+        few = dtype == "4 bits"
+        llm = mtplx.load(quantize="file") if few else mtplx.load(dtype=dtype)
+        if in_torch:
+            llm.trunk = in_torch(llm.trunk.model)
+        if "eager" in kernel:
             llm.trunk.model.set_attn_implementation("eager")
         prompts = [llm.encode(prompt, raw=True) for prompt in PROMPTS]
         engine = OwnEngine(llm, prompts, sampling, 0)

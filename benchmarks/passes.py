@@ -1,7 +1,8 @@
 """What a pass of the kernels costs by its width and by the context, and what a draft step does.
 
-    python benchmarks/passes.py                  # the default model, by its file's own blocks
-    python benchmarks/passes.py --random 1.5b    # random weights in 4 bits, of Qwen2-1.5B's shape
+    python benchmarks/passes.py                    # the default model, by its file's own blocks
+    python benchmarks/passes.py --quantize none    # in bfloat16
+    python benchmarks/passes.py --random 1.5b      # random weights in 4 bits, of Qwen2-1.5B's shape
 
 All widths run in turn, and medians are given; a pass of K + 1 tokens verifies K drafts. Random
 weights are fair for what a pass costs, and say nothing about acceptance.
@@ -20,6 +21,7 @@ import torch
 import mtplx
 from mtplx.bench import traffic
 from mtplx.bench.machine import copy_bandwidth
+from mtplx.models.checkpoint import QUANTIZE
 from mtplx.models.slots import Span
 
 SHAPES = {
@@ -40,10 +42,14 @@ WIDTHS = (1, 2, 3, 4, 6, 8)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--random", choices=SHAPES)
+    parser.add_argument("--quantize", choices=QUANTIZE, help="file, or int4 of random weights")
     parser.add_argument("--contexts", type=int, nargs="+", default=[100, 1000, 4000])
     parser.add_argument("--repeats", type=int, default=15)
     args = parser.parse_args()
-    llm = random_model(SHAPES[args.random]) if args.random else mtplx.load(quantize="file")
+    if args.random:
+        llm = random_model(SHAPES[args.random], args.quantize or "int4")
+    else:
+        llm = mtplx.load(quantize=args.quantize or "file")
     bandwidth = copy_bandwidth()
     weights = traffic.model_bytes(llm.trunk.model)
     token = traffic.token_bytes(llm.trunk.config, 2)
@@ -98,8 +104,8 @@ def draft_step(llm, context: int, repeats: int) -> float:
     return statistics.median(seconds)
 
 
-def random_model(shape: dict[str, object]) -> mtplx.LLM:
-    """Qwen2 of this shape with random weights, quantised to 4 bits."""
+def random_model(shape: dict[str, object], quantize: str) -> mtplx.LLM:
+    """Qwen2 of this shape with random weights."""
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 
     with tempfile.TemporaryDirectory() as directory:
@@ -107,7 +113,7 @@ def random_model(shape: dict[str, object]) -> mtplx.LLM:
         model.save_pretrained(directory)
         del model
         tokenizer(Path(directory), PreTrainedTokenizerFast)
-        return mtplx.load(directory, quantize="int4")
+        return mtplx.load(directory, quantize=quantize)
 
 
 def tokenizer(directory: Path, kind) -> None:

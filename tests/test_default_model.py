@@ -13,6 +13,7 @@ from mtplx.engine.decoding import Batch
 from mtplx.engine.request import Request
 from mtplx.models.fused import FusedTrunk
 from mtplx.models.slots import Span
+from mtplx.models.trunk import Trunk
 from mtplx.sampling import SamplerConfig
 
 pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.no_cover]
@@ -70,9 +71,24 @@ def test_greedy_text_is_the_trunks_own(default_model, plain, depth):
     assert tokens > 1.3 * sum(r.stats.cycles for r in results)
 
 
-def test_bfloat16_differs_only_where_rounding_decides(default_model):
+@needs_kernels
+def test_bfloat16_by_the_kernels_is_one_text_at_every_depth():
+    """Prompts are torch's to read, in the same pass whatever follows; cycles are the kernels'."""
+    llm = mtplx.load("smollm2-135m", device="cpu")
+    assert isinstance(llm.trunk, FusedTrunk) and not llm.trunk.deterministic
+    prompts = PROMPTS[:8]
+    plain = llm.generate(prompts, max_tokens=64, depth=0, sampling=GREEDY)
+    for depth in (1, 3):
+        drafted = llm.generate(prompts, max_tokens=64, depth=depth, sampling=GREEDY)
+        assert [r.token_ids for r in drafted] == [r.token_ids for r in plain]
+        assert sum(r.stats.tokens for r in drafted) > 1.2 * sum(r.stats.cycles for r in drafted)
+
+
+def test_bfloat16_in_torch_differs_only_where_rounding_decides(default_model, monkeypatch):
     """The pass of one token and the pass of four round differently; only near-ties may flip."""
-    llm = mtplx.load("smollm2-135m", dtype="bfloat16")
+    monkeypatch.setattr(kernels, "find", lambda name=None: None)
+    llm = mtplx.load("smollm2-135m", dtype="bfloat16", device="cpu")
+    assert type(llm.trunk) is Trunk
     prompts = PROMPTS[:8]
     plain = llm.generate(prompts, max_tokens=64, depth=0, sampling=GREEDY)
     drafted = llm.generate(prompts, max_tokens=64, depth=3, sampling=GREEDY)
