@@ -4,7 +4,7 @@ import platform
 
 from setuptools import Extension, setup
 
-SOURCES = ["generic", "avx2", "avx512", "dispatch", "largest", "philox", "verdict"]
+SOURCES = ["generic", "avx2", "avx512", "amx", "dispatch", "largest", "philox", "verdict"]
 # Apple's compiler has no OpenMP of its own; there the kernels run in one thread.
 OPENMP = [] if platform.system() == "Darwin" else ["-fopenmp"]
 

@@ -157,7 +157,7 @@ class Kernels:
 
 @cache
 def find(name: str | None = None) -> Kernels | None:
-    """The kernels for an instruction set: `avx512`, `avx2` or `generic`; the best one for None.
+    """The kernels for an instruction set: `amx`, `avx512`, `avx2`, `generic`; the best for None.
 
     None where they were not built, or where this CPU lacks the set.
     """

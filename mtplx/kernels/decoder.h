@@ -10,6 +10,12 @@
 #include <stddef.h>
 #include <stdint.h>
 
+/* Tiles need a compiler that knows them, and an operating system that is asked for them. */
+#if defined(__x86_64__) && defined(__linux__) && \
+    ((defined(__clang__) && __clang_major__ >= 12) || (!defined(__clang__) && __GNUC__ >= 11))
+#define MTPLX_WITH_AMX
+#endif
+
 /* How a matrix is stored. Plain numbers as they are, [outputs, inputs] one row after another:
  *
  *   BFLOAT16, FLOAT32

@@ -77,9 +77,21 @@ typedef struct {
     float *scales; /* of each group */
     float *totals; /* of what each group's numbers stand for */
     int32_t *zeros; /* 128 times the sum of each group's numbers */
-    float *plain;  /* as they were, for matrices of plain numbers */
+    float *plain;  /* as they were */
+    uint16_t *halves; /* as sums of two bfloat16 numbers, for tiles: see take_halves */
     int count;     /* groups of a row */
 } Inputs;
+
+/* What kinds of matrices take of their inputs. */
+enum { FIXED_POINT = 1, PLAIN = 2, HALVES = 4 };
+
+INLINE int taken_by(const Matrix *w) {
+    if (w->kind == FOUR_BITS || w->kind == EIGHT_BITS) return FIXED_POINT;
+#if defined(MTPLX_AMX)
+    if (w->kind == BFLOAT16) return HALVES;
+#endif
+    return PLAIN;
+}
 
 INLINE int groups_of(int inputs) { return (inputs + INPUTS - 1) / INPUTS; }
 
@@ -434,6 +446,154 @@ INLINE void some_rows(const int kind, const Matrix *w, const Inputs *x, int firs
     }
 }
 
+#if defined(MTPLX_AMX)
+/* --- by tiles ------------------------------------------------------------------------------------ */
+
+/* A tile's instruction adds up products of 16 outputs' weights, 32 each, by those of up to 16
+ * columns of inputs. An input is the sum of two bfloat16 numbers, which have a column each: so much
+ * of it is left as of fixed-point numbers. What a column comes to depends on no other.
+ *
+ * Four blocks of outputs are computed at a time: the sums of a single one would wait for each other.
+ * The weights that come after them are fetched meanwhile, where the larger cache holds as many, in
+ * several streams from front to back; memory's own prefetching then goes ahead of each. */
+enum { BLOCKS = 4, HELD = 512 * 1024, STREAMS = 8, AHEAD = 16 };
+
+/* One group of a row, of `rows`: the columns of all begin with the first halves, and two inputs of a
+ * column lie beside each other, [INPUTS / 2, 2, rows, 2]. */
+static void take_halves(const float *x, uint16_t *y, int row, int rows) {
+    uint32_t first[INPUTS / 2], second[INPUTS / 2];
+    for (int h = 0; h < 2; h++) {
+        const __m512 all_of_it = _mm512_loadu_ps(x + 16 * h);
+        const __m256i near = (__m256i)_mm512_cvtneps_pbh(all_of_it);
+        const __m512 taken = (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(near), 16);
+        const __m256i rest = (__m256i)_mm512_cvtneps_pbh(_mm512_sub_ps(all_of_it, taken));
+        memcpy(first + 8 * h, &near, sizeof near);
+        memcpy(second + 8 * h, &rest, sizeof rest);
+    }
+    for (int i = 0; i < INPUTS / 2; i++) {
+        memcpy(y + 2 * ((2 * i) * rows + row), first + i, 4);
+        memcpy(y + 2 * ((2 * i + 1) * rows + row), second + i, 4);
+    }
+}
+
+/* Shapes of tiles. */
+typedef struct {
+    uint8_t palette, start, reserved[14];
+    uint16_t bytes[16];
+    uint8_t rows[16];
+} Shapes;
+
+static void shape_tiles(int rows) {
+    Shapes shapes = {1, 0, {0}, {0}, {0}};
+    for (int i = 0; i < 8; i++) {
+        /* Sums are 0 to 3, weights 4 to 6, inputs 7. */
+        shapes.rows[i] = 16;
+        shapes.bytes[i] = i < 4 || i == 7 ? (uint16_t)(8 * rows) : 64;
+    }
+    _tile_loadconfig(&shapes);
+}
+
+/* A thread's tiles are as another library left them, which may think that it finds them so. */
+INLINE void borrow_tiles(Shapes *shapes) { _tile_storeconfig(shapes); }
+
+INLINE void return_tiles(const Shapes *shapes) {
+    if (shapes->palette)
+        _tile_loadconfig(shapes);
+    else
+        _tile_release();
+}
+
+/* Part `k` of `count` of what lies from `next` on, so many bytes of each stream. */
+INLINE void fetch_part(uintptr_t next, size_t bytes, int k, int count) {
+    const size_t lines = bytes / 64, end = lines * (k + 1) / count;
+    for (size_t line = lines * k / count; line < end; line++)
+        for (int i = 0; i < STREAMS; i++)
+            __builtin_prefetch((const void *)(next + bytes * i + 64 * line), 0, 2);
+}
+
+/* One group of inputs by their weights of block i. */
+#define STEP(i, weights) \
+    if (count > i) { \
+        _tile_loadd(weights, from[i], stride[i]); \
+        _tile_dpbf16ps(i, weights, 7); \
+        from[i] += step[i]; \
+    }
+
+#define TAKE(i) \
+    if (count > i) _tile_stored(i, sums[i], 64);
+
+/* Blocks `begin` to `end` by up to ROWS rows of inputs, from `first` on. What `then` points to is
+ * needed next. */
+static void tile_rows(const Matrix *w, const Inputs *x, int first, int rows, int begin, int end,
+                      float *y, int add, const uint8_t *then) {
+    const size_t row_bytes = sizeof(uint16_t) * w->inputs;
+    const int whole = w->inputs / INPUTS, rest = w->inputs % INPUTS;
+    const uint8_t *inputs = (const uint8_t *)(x->halves + (size_t)first * x->count * 2 * INPUTS);
+    const size_t panel = sizeof(uint16_t) * 2 * INPUTS * rows;
+    _Alignas(64) float sums[BLOCKS][16][16];
+    _Alignas(64) uint8_t padded[BLOCKS][16][64];
+    const __m512i lines = _mm512_slli_epi32(
+        _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), 4);
+    for (int block = begin; block < end; block += BLOCKS) {
+        const int count = end - block < BLOCKS ? end - block : BLOCKS;
+        const uint8_t *region = w->weights + row_bytes * OUTPUTS * (size_t)block;
+        const int left = w->outputs - OUTPUTS * block;
+        const int outputs = left < OUTPUTS * count ? left : OUTPUTS * count;
+        const int few = outputs - OUTPUTS * (count - 1); /* of the last block */
+        const int holds = row_bytes * OUTPUTS * BLOCKS <= HELD;
+        const uintptr_t next =
+            (uintptr_t)(block + count < end ? region + row_bytes * outputs : then);
+        const uint8_t *from[BLOCKS];
+        size_t stride[BLOCKS], step[BLOCKS];
+        for (int i = 0; i < count; i++) {
+            from[i] = region + row_bytes * OUTPUTS * i;
+            stride[i] = row_bytes;
+            step[i] = 64;
+        }
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        for (int k = 0; k < x->count; k++) {
+            const int last = k == whole;
+            if (last || few < OUTPUTS) {
+                /* Outputs and inputs that are not there are zeros. */
+                const size_t bytes = last ? sizeof(uint16_t) * rest : 64;
+                for (int i = last ? 0 : count - 1; i < count; i++) {
+                    const int some = i < count - 1 ? OUTPUTS : few;
+                    memset(padded[i], 0, sizeof padded[i]);
+                    for (int n = 0; n < some; n++)
+                        memcpy(padded[i][n], region + row_bytes * (OUTPUTS * i + n) + 64 * k, bytes);
+                    from[i] = padded[i][0];
+                    stride[i] = 64;
+                    step[i] = 0;
+                }
+            }
+            if (holds)
+                fetch_part(next, row_bytes * OUTPUTS * BLOCKS / STREAMS, k, x->count);
+            else
+                for (int n = 0; n < outputs; n++)
+                    __builtin_prefetch(
+                        (const void *)((uintptr_t)region + row_bytes * n + 64 * (k + AHEAD)), 0, 2);
+            _tile_loadd(7, inputs + panel * k, 8 * rows);
+            STEP(0, 4) STEP(1, 5) STEP(2, 6) STEP(3, 4)
+        }
+        TAKE(0) TAKE(1) TAKE(2) TAKE(3)
+        for (int i = 0; i < count; i++) {
+            Lanes result[ROWS];
+            for (int m = 0; m < rows; m++)
+                result[m] = (Lanes)_mm512_add_ps(_mm512_i32gather_ps(lines, &sums[i][0][m], 4),
+                                                 _mm512_i32gather_ps(lines, &sums[i][0][rows + m], 4));
+            put(w, result, first, rows, block + i, y, add);
+        }
+    }
+}
+#else
+typedef int Shapes;
+INLINE void borrow_tiles(Shapes *shapes) { *shapes = 0; }
+INLINE void return_tiles(const Shapes *shapes) { (void)shapes; }
+#endif
+
 /* What is more than ROWS is never met, and no code is made for it. */
 #define CASE(kind, n) \
     case (kind) * 9 + (n): \
@@ -443,9 +603,19 @@ INLINE void some_rows(const int kind, const Matrix *w, const Inputs *x, int firs
     CASE(kind, 1) CASE(kind, 2) CASE(kind, 3) CASE(kind, 4) \
     CASE(kind, 5) CASE(kind, 6) CASE(kind, 7) CASE(kind, 8)
 
-/* Rows of tiles `from` to `to` by all rows of inputs, into y [rows, outputs]. */
+/* Blocks `from` to `to` by all rows of inputs, into y [rows, outputs]; `then` is needed next. */
 static void multiply(const Matrix *w, const Inputs *x, int rows, int from, int to, float *y,
-                     int add) {
+                     int add, const uint8_t *then) {
+#if defined(MTPLX_AMX)
+    if (w->kind == BFLOAT16) {
+        for (int first = 0, shaped = 0; first < rows; first += ROWS) {
+            const int some = rows - first < ROWS ? rows - first : ROWS;
+            if (some != shaped) shape_tiles(shaped = some);
+            tile_rows(w, x, first, some, from, to, y, add, then);
+        }
+        return;
+    }
+#endif
     for (int first = 0; first < rows; first += ROWS) {
         const int some = rows - first < ROWS ? rows - first : ROWS;
         switch (w->kind * 9 + some) {
@@ -454,8 +624,8 @@ static void multiply(const Matrix *w, const Inputs *x, int rows, int from, int t
     }
 }
 
-/* A row of `size` numbers as the matrices take them, padded with zeros to whole groups. */
-static void take_row(const float *x, int row, int rows, int size, int plain, Inputs *in) {
+/* A row of `size` numbers as matrices take them, padded with zeros to whole groups. */
+static void take_row(const float *x, int row, int rows, int size, int forms, Inputs *in) {
     const int first = row / ROWS * ROWS, some = rows - first < ROWS ? rows - first : ROWS;
     for (int g = 0; g < in->count; g++, x += INPUTS) {
         const size_t at = (size_t)first * in->count + (size_t)g * some + (row - first);
@@ -464,7 +634,12 @@ static void take_row(const float *x, int row, int rows, int size, int plain, Inp
         if (left < INPUTS) memcpy(padded, x, sizeof(float) * left);
         const float *from = left < INPUTS ? padded : x;
         const Lanes part[2] = {load(from), load(from + 16)};
-        if (plain) memcpy(in->plain + at * INPUTS, part, sizeof part);
+        if (forms & PLAIN) memcpy(in->plain + at * INPUTS, part, sizeof part);
+#if defined(MTPLX_AMX)
+        if (forms & HALVES)
+            take_halves(from, in->halves + 2 * INPUTS * (at - (row - first)), row - first, some);
+#endif
+        if (!(forms & FIXED_POINT)) continue;
         /* Without their signs floats are ordered as their bits are. */
         const Ints one = (Ints)part[0] & 0x7fffffff, other = (Ints)part[1] & 0x7fffffff;
         const Ints above = one > other;
@@ -496,12 +671,9 @@ static void take_row(const float *x, int row, int rows, int size, int plain, Inp
     }
 }
 
-INLINE int is_plain(const Matrix *w) { return w->kind == BFLOAT16 || w->kind == FLOAT32; }
-
-/* For matrices of which some hold plain numbers, or none. */
-static void take_rows(const float *x, int rows, int size, int plain, Inputs *in) {
+static void take_rows(const float *x, int rows, int size, int forms, Inputs *in) {
     in->count = groups_of(size);
-    for (int m = 0; m < rows; m++) take_row(x + (size_t)m * size, m, rows, size, plain, in);
+    for (int m = 0; m < rows; m++) take_row(x + (size_t)m * size, m, rows, size, forms, in);
 }
 
 /* x / sqrt(mean(x^2) + epsilon) * weight */
@@ -744,6 +916,7 @@ static Inputs cut_inputs(uintptr_t *at, int rows, int size) {
     in.totals = cut(at, groups * sizeof(float));
     in.zeros = cut(at, groups * sizeof(int32_t));
     in.plain = cut(at, groups * INPUTS * sizeof(float));
+    in.halves = cut(at, groups * INPUTS * 2 * sizeof(uint16_t));
     in.count = groups_of(size);
     return in;
 }
@@ -783,10 +956,15 @@ static Share share_of(int outputs, int thread, int threads) {
     return share;
 }
 
+/* A thread's share of a product, after which it multiplies by its share of another matrix. */
 static void my_part(const Matrix *w, const Inputs *in, int rows, int thread, int threads, float *y,
-                    int add) {
+                    int add, const Matrix *then) {
     const Share share = share_of(w->outputs, thread, threads);
-    multiply(w, in, rows, share.from, share.to, y, add);
+    const uint8_t *next = w->weights;
+    if (then->kind == BFLOAT16)
+        next = then->weights + sizeof(uint16_t) * then->inputs * OUTPUTS *
+                                   (size_t)share_of(then->outputs, thread, threads).from;
+    multiply(w, in, rows, share.from, share.to, y, add, next);
 }
 
 static void norm_rows(const float *x, const float *weight, const Decoder *d, int rows, float *y) {
@@ -901,11 +1079,11 @@ static void pass_of(const Decoder *d, const Cache *cache, const Pass *pass, cons
         else
             norm_rows(pass->x, layer->input_norm, d, rows, own.normed);
         if (thread == 0) show(pass, l, hidden);
-        const int plain = is_plain(&layer->q) || is_plain(&layer->k) || is_plain(&layer->v);
-        take_rows(own.normed, rows, layer->q.inputs, plain, &own.in);
-        my_part(&layer->q, &own.in, rows, thread, threads, room->q, 0);
-        my_part(&layer->k, &own.in, rows, thread, threads, room->k, 0);
-        my_part(&layer->v, &own.in, rows, thread, threads, room->v, 0);
+        const int forms = taken_by(&layer->q) | taken_by(&layer->k) | taken_by(&layer->v);
+        take_rows(own.normed, rows, layer->q.inputs, forms, &own.in);
+        my_part(&layer->q, &own.in, rows, thread, threads, room->q, 0, &layer->k);
+        my_part(&layer->k, &own.in, rows, thread, threads, room->k, 0, &layer->v);
+        my_part(&layer->v, &own.in, rows, thread, threads, room->v, 0, &layer->o);
         BARRIER;
         /* A head to a thread, for the keys of neighbouring positions share lines of the cache. */
         for (int head = thread; head < d->kv_heads; head += threads) {
@@ -923,14 +1101,14 @@ static void pass_of(const Decoder *d, const Cache *cache, const Pass *pass, cons
         BARRIER;
         attend_part(d, layer, cache, pass, room, slots, thread, threads, own.scores);
         BARRIER;
-        take_rows(room->attended, rows, d->heads * size, is_plain(&layer->o), &own.in);
-        my_part(&layer->o, &own.in, rows, thread, threads, pass->x, 1);
+        take_rows(room->attended, rows, d->heads * size, taken_by(&layer->o), &own.in);
+        my_part(&layer->o, &own.in, rows, thread, threads, pass->x, 1, &layer->gate);
         BARRIER;
         norm_rows(pass->x, layer->post_norm, d, rows, own.normed);
-        take_rows(own.normed, rows, hidden, is_plain(&layer->gate) || is_plain(&layer->up),
+        take_rows(own.normed, rows, hidden, taken_by(&layer->gate) | taken_by(&layer->up),
                   &own.in);
-        my_part(&layer->gate, &own.in, rows, thread, threads, room->gate, 0);
-        my_part(&layer->up, &own.in, rows, thread, threads, room->up, 0);
+        my_part(&layer->gate, &own.in, rows, thread, threads, room->gate, 0, &layer->up);
+        my_part(&layer->up, &own.in, rows, thread, threads, room->up, 0, &layer->down);
         /* Each thread has made both of what it now joins. */
         const Share share = share_of(d->intermediate, thread, threads);
         const int begin = share.from * OUTPUTS;
@@ -940,8 +1118,9 @@ static void pass_of(const Decoder *d, const Cache *cache, const Pass *pass, cons
             gate_with(room->gate + row, room->up + row, end - begin);
         }
         BARRIER;
-        take_rows(room->up, rows, d->intermediate, is_plain(&layer->down), &own.in);
-        my_part(&layer->down, &own.in, rows, thread, threads, pass->x, 1);
+        take_rows(room->up, rows, d->intermediate, taken_by(&layer->down), &own.in);
+        my_part(&layer->down, &own.in, rows, thread, threads, pass->x, 1,
+                l + 1 < d->layers ? &layer[1].q : &d->output);
         BARRIER;
     }
     if (thread == 0) show(pass, d->layers, hidden);
@@ -950,8 +1129,8 @@ static void pass_of(const Decoder *d, const Cache *cache, const Pass *pass, cons
     if (pass->normed && thread == 0)
         memcpy(pass->normed, own.normed, sizeof(float) * rows * hidden);
     if (pass->logits) {
-        take_rows(own.normed, rows, hidden, is_plain(&d->output), &own.in);
-        my_part(&d->output, &own.in, rows, thread, threads, pass->logits, 0);
+        take_rows(own.normed, rows, hidden, taken_by(&d->output), &own.in);
+        my_part(&d->output, &own.in, rows, thread, threads, pass->logits, 0, &d->layer->q);
     }
 }
 
@@ -959,7 +1138,12 @@ static void pass_all(const Decoder *d, const Cache *cache, const Pass *pass) {
     uintptr_t at = (uintptr_t)pass->scratch;
     const Room room = cut_room(&at, d, pass->rows, pass->threads, cache->capacity);
 #pragma omp parallel num_threads(pass->threads)
-    pass_of(d, cache, pass, &room, THREAD, THREADS);
+    {
+        Shapes before;
+        borrow_tiles(&before);
+        pass_of(d, cache, pass, &room, THREAD, THREADS);
+        return_tiles(&before);
+    }
 }
 
 static void multiply_all(const Matrix *w, const float *x, const float *weight, float epsilon,
@@ -973,9 +1157,14 @@ static void multiply_all(const Matrix *w, const float *x, const float *weight, f
                  normed + (size_t)m * w->inputs);
         x = normed;
     }
-    take_rows(x, rows, w->inputs, is_plain(w), &in);
+    take_rows(x, rows, w->inputs, taken_by(w), &in);
 #pragma omp parallel num_threads(threads)
-    my_part(w, &in, rows, THREAD, THREADS, y, 0);
+    {
+        Shapes before;
+        borrow_tiles(&before);
+        my_part(w, &in, rows, THREAD, THREADS, y, 0, w);
+        return_tiles(&before);
+    }
 }
 
 const Set SET = {SET_NAME, pass_all, multiply_all};

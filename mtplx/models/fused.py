@@ -31,10 +31,11 @@ _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 ROWS = 256
 """Positions in one call; more are cut."""
 
-LONG, LONG_WEIGHTS = 6, 120e6
+LONG = 6
+LONG_WEIGHTS = {"amx": 650e6, "avx512": 120e6, "avx2": 120e6, "generic": 120e6}
 """A pass is long from `LONG + LONG_WEIGHTS / W` positions on, W the weights of a layer: there the
 kernels and torch were measured to take the same time. Up to the first, both only wait for memory;
-the second is what torch loses between its operations."""
+the second is what torch loses between its operations. By instruction set."""
 
 SMALL = 2**20
 """Bytes of scratch memory that a cache keeps: a prompt's pass takes far more than a cycle's."""
@@ -400,7 +401,7 @@ class FusedTrunk(Trunk):
         if long_in_torch:
             layer = model.get_decoder().layers[0]
             weights = sum(part.numel() for part in layer.parameters())
-            self._in_torch_from = round(LONG + LONG_WEIGHTS / weights)
+            self._in_torch_from = round(LONG + LONG_WEIGHTS[library.name] / weights)
         decoder = model.get_decoder()
         self.fused = FusedLayers(
             library,

@@ -20,7 +20,7 @@ from mtplx.models.trunk import Trunk
 
 pytestmark = pytest.mark.skipif(kernels.find() is None, reason="the kernels are not built")
 
-SETS = ("avx512", "avx2", "generic")
+SETS = ("amx", "avx512", "avx2", "generic")
 VOCAB = 101
 SIZES = {
     "vocab_size": VOCAB,
@@ -430,13 +430,15 @@ def test_short_and_long_passes_share_a_cache(name):
 
 
 def test_a_layers_size_says_what_is_long():
-    def first(**sizes):
+    def first(name="generic", **sizes):
         config = LlamaConfig(**SIZES | sizes)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        return FusedTrunk(model, kernels.find(), long_in_torch=True)._in_torch_from
+        return FusedTrunk(model, kernels.find(name), long_in_torch=True)._in_torch_from
 
     assert first(hidden_size=576, intermediate_size=1536) == 49
     assert first(hidden_size=1024, intermediate_size=8192, num_hidden_layers=1) == 11
+    if kernels.find("amx"):  # whose products are several times as fast
+        assert first("amx", hidden_size=1024, intermediate_size=8192, num_hidden_layers=1) == 32
     trunk = fused("llama")
     assert trunk.deterministic and trunk._in_torch_from is None
 

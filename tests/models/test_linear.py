@@ -10,7 +10,7 @@ from mtplx import kernels
 from mtplx.models.blocks import Blocks, quantize
 from mtplx.models.linear import KernelLinear, hand_over, linear_layers
 
-SETS = ("avx512", "avx2", "generic")
+SETS = ("amx", "avx512", "avx2", "generic")
 KINDS = ("int4", "int8", "bfloat16", "float32")
 SHAPES = [(16, 32), (1, 64), (37, 96), (100, 576), (21, 3072)]
 
