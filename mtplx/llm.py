@@ -271,6 +271,7 @@ class LLM:
             raw: do not put strings through the chat template.
             stop_token_ids: end the text too, beside the checkpoint's own.
             grammar: what the text is to be; the tokens that end it come where it is complete.
+                The sampling's forced tokens come first even where they break it.
             logprobs: report the model's own log-probabilities, before all settings, of each token
                 and of so many of the likeliest; None for none at all.
         Returns:

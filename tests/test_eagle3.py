@@ -316,6 +316,7 @@ def test_what_a_public_head_may_leave_out_or_add(trunk, tmp_path):
         ({"speculators_config": {"verifier": "org/name"}}, "verifier is 'org/name', not of type"),
         ({"transformer_layer_config": {"num_hidden_layers": 2}}, "more than one decoder layer"),
         ({"fc_norm": True}, "fc_norm"),
+        ({"target_hidden_size": 24}, "target_hidden_size is 24, but the head is"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, "do not name three of the trunk's 4 layers"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2, 5]}, "do not name three"),
         ({"draft_vocab_size": 6}, "does not fit its config.json: .*lm_head.weight"),

@@ -118,6 +118,12 @@ class Eagle3Config:
         methods = field(meta, "proposal_methods", list, None) or [{}]
         method = methods[0] if isinstance(methods[0], dict) else {}
         config = _layer_config(layer, where)
+        target = field(raw, "target_hidden_size", int, config.hidden_size)
+        if target != config.hidden_size:
+            raise MtplxError(
+                f"{where}: target_hidden_size is {target}, but the head is {config.hidden_size} "
+                "wide; only heads as wide as their trunk are supported"
+            )
         size = field(raw, "draft_vocab_size", int, config.vocab_size)
         depth = field(method, "speculative_tokens", int, 3)
         if size < 1 or depth < 1:
