@@ -19,22 +19,22 @@ from mtplx.models.linear import KernelLinear
 
 
 def model_bytes(model: Any) -> int:
-    """Weights that a pass of a model of transformers reads, tiled or not."""
+    """Weights that a pass of a model of transformers reads, whoever runs it."""
     # Some quantised layers keep their weights in buffers; what is not saved is no weight.
     tensors = list(model.state_dict().values())
     looked_up = model.get_input_embeddings().weight.data_ptr()
     output = getattr(model.get_output_embeddings(), "weight", None)
     if output is None or output.data_ptr() != looked_up:
         tensors = [tensor for tensor in tensors if tensor.data_ptr() != looked_up]
-    return _sum(tensors) + _sum(layer.data for layer in _tiled(model))
+    return _sum(tensors) + _sum(layer.data for layer in _kernel_layers(model))
 
 
 def head_bytes(head: Any) -> int:
     """Weights that one step of a head reads. What it projects once a cycle is counted as well."""
-    # Where a head has tiles, its modules are only what they were made of.
-    tiles = _sum(layer.data for layer in _tiled(list(vars(head).values())))
-    if tiles:
-        return tiles
+    # Where the kernels run a head, its modules are only what they were made of.
+    handed = _sum(layer.data for layer in _kernel_layers(list(vars(head).values())))
+    if handed:
+        return handed
     modules = [part for part in vars(head).values() if isinstance(part, nn.Module)]
     return _sum(
         tensor
@@ -67,18 +67,18 @@ def token_bytes(config: Any, size: int) -> int:
     return int(2 * config.num_hidden_layers * heads * width * size)
 
 
-def _tiled(part: Any) -> list[KernelLinear]:
-    """The tiled layers in a module, a collection or what holds such."""
+def _kernel_layers(part: Any) -> list[KernelLinear]:
+    """The layers in the kernels' hands in a module, a collection or what holds such."""
     if isinstance(part, KernelLinear):
         return [part]
     if isinstance(part, nn.Module):
         return [layer for layer in part.modules() if isinstance(layer, KernelLinear)]
     if isinstance(part, FusedLayers):
-        return _tiled(list(vars(part).values()))
+        return _kernel_layers(list(vars(part).values()))
     if isinstance(part, Mapping):
         part = list(part.values())
     if isinstance(part, list | tuple):
-        return [layer for item in part for layer in _tiled(item)]
+        return [layer for item in part for layer in _kernel_layers(item)]
     return []
 
 

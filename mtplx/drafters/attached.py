@@ -90,18 +90,19 @@ class FusedHead(AttachedHead):
         super().__init__(head, trunk, torch.float32)
         layer = head.layer
 
-        def tiled(linear: nn.Linear) -> KernelLinear:
+        def few_bits(linear: nn.Linear) -> KernelLinear:
             weight: Tensor | Blocks = linear.weight
             with suppress(ValueError):  # what cannot be cut into blocks stays as it is
                 weight = quantize(linear.weight, BITS)
             return KernelLinear(library, weight, linear.bias)
 
         parts: dict[str, KernelLinear | Tensor] = {
-            name: tiled(linear) for name, linear in projections(layer.self_attn, layer.mlp).items()
+            name: few_bits(linear)
+            for name, linear in projections(layer.self_attn, layer.mlp).items()
         }
         parts["post_norm"] = layer.post_attention_layernorm.weight
-        self._output = tiled(head.lm_head)
-        self._fuse = tiled(head.fc)
+        self._output = few_bits(head.lm_head)
+        self._fuse = few_bits(head.fc)
         self._rotations = Rotations(head.rotary)
         self._layers = FusedLayers(
             library,

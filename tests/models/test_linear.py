@@ -1,4 +1,4 @@
-"""Matrices in tiles: every kind of weight by every instruction set, against float64."""
+"""Matrices in the kernels' hands: every kind of weight by every set, against float64."""
 
 import copy
 import pickle
