@@ -36,7 +36,7 @@ from mtplx.models.checkpoint import (
 )
 from mtplx.models.deterministic import DeterministicTrunk
 from mtplx.models.fused import FusedTrunk, misfit
-from mtplx.models.rounding import Report
+from mtplx.models.rounding import Report, left_out
 from mtplx.models.trunk import Trunk
 from mtplx.randomness import fresh_seed
 from mtplx.sampling import SamplerConfig, Verifier, check_token_settings
@@ -508,7 +508,8 @@ def load(
     Args:
         model: a built-in name, a directory in Hugging Face layout, a `.gguf` file or a hub id.
         head: an attached head instead of the model's own: its directory, or a hub id.
-        dtype: of the weights; None for bfloat16 where the device computes in it, else float32.
+        dtype: of the weights; None for bfloat16 where the device computes in it, or on a CPU the
+            kernels do, else float32.
         device: None for CUDA or Apple's GPU where there is one, else the CPU.
         deterministic: compute every position to the same bits, whatever pass it is in: slower,
             and a coupled text is then the same at every depth, alone or in a batch.
@@ -525,6 +526,7 @@ def load(
     trunk = _trunk(checkpoint, dtype, place, deterministic, quantize, report)
     found = find_head(checkpoint, trunk, attached)
     slow = trunk.slow_because if isinstance(trunk, DeterministicTrunk) else None
+    notes = [*found.notes, *([slow] if slow else []), *_unrounded(trunk, quantize)]
     return LLM(
         checkpoint.name,
         trunk,
@@ -532,7 +534,7 @@ def load(
         load_tokenizer(checkpoint),
         generation_defaults(checkpoint),
         found.depth,
-        [*found.notes, *([slow] if slow else [])],
+        notes,
         checkpoint.origin,
     )
 
@@ -545,7 +547,7 @@ def _trunk(
     quantize: Quantize | None,
     report: Report | None,
 ) -> Trunk:
-    """The trunk: by the kernels where its layers are to be quantised, else in torch."""
+    """The trunk: by the kernels where they can run it, else in torch."""
     if quantize is None or quantize == "none":
         kind = pick_dtype(dtype, device, lambda: load_outline(checkpoint))
         network = load_model(checkpoint, kind, device)
@@ -572,6 +574,21 @@ def _trunk(
     # The layers' results are float32, and what is between them has to be as well.
     network = network.float()
     return DeterministicTrunk(network) if deterministic else Trunk(network)
+
+
+FEW = 0.1
+"""A share of weights in few bits that may be in other layers without a word."""
+
+
+def _unrounded(trunk: Trunk, quantize: Quantize | None) -> list[str]:
+    """A note where much of a model is not what its user takes it for."""
+    share = 0.0 if quantize in (None, "none") else left_out(trunk.model)
+    if share <= FEW:
+        return []
+    return [
+        f"{share:.0%} of its weights are in layers that quantize does not reach (experts that are "
+        "stored together, for example), and are kept in float32"
+    ]
 
 
 def _library(device: torch.device) -> Kernels | None:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import tiny_checkpoint
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig
 
 import mtplx
 from mtplx import SamplerConfig, kernels
@@ -531,6 +531,28 @@ def test_bfloat16_is_the_kernels_on_a_cpu(
         assert len(held) == 15 and {part.data.data_ptr() for part in held} == own
     text = llm.generate("hello", max_tokens=40, raw=True)
     assert len(text.token_ids) == 40 or text.finish_reason == "stop"
+
+
+@pytest.mark.skipif(kernels.find() is None, reason="the kernels are not built")
+def test_what_quantize_does_not_reach_is_noted(tmp_path: Path) -> None:
+    config = MixtralConfig(
+        vocab_size=tiny_checkpoint.VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=4,
+    )
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    tiny_checkpoint.tokenizer().save_pretrained(tmp_path)
+    (note,) = mtplx.load(tmp_path, quantize="int8", device="cpu").notes
+    experts, linear = 4 * 3 * 32 * 64, 4 * 32 * 32 + 32 * tiny_checkpoint.VOCAB_SIZE
+    share, words = note.split("%", 1)
+    # The norms and the router are no linear layers either.
+    assert 0 <= int(share) / 100 - experts / (experts + linear) < 0.02
+    assert words.startswith(" of its weights are in layers that quantize does not reach")
+    assert not mtplx.load(tmp_path, device="cpu").notes
 
 
 @pytest.mark.parametrize("missing", ["kernels", "fit"])

@@ -16,7 +16,7 @@ import torch
 
 from mtplx import __version__
 from mtplx.audit.faults import planted
-from mtplx.audit.law import Laws, Text, filters
+from mtplx.audit.law import Laws, Text, filters, short
 from mtplx.drafters.mtp import Head
 from mtplx.engine.decoding import Batch
 from mtplx.engine.request import Request
@@ -102,7 +102,8 @@ class OwnEngine:
     ) -> Iterator[list[Text]]:
         llm, seeds = self.llm, _seeds(seed, count)
         depth = self.depth if speculate else 0
-        for start in range(0, count, SLOTS):
+        slots = short(llm.trunk, self.depth + 1, SLOTS)
+        for start in range(0, count, slots):
             requests = [
                 Request(
                     tuple(self.prompts[prompt]),
@@ -112,7 +113,7 @@ class OwnEngine:
                     depth,
                     verifier=self.verifier,
                 )
-                for s in seeds[start : start + SLOTS]
+                for s in seeds[start : start + slots]
             ]
             drafting: AbstractContextManager[Head | None] = nullcontext(llm.head if depth else None)
             if self.fault and depth and llm.head:

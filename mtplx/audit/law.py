@@ -149,8 +149,10 @@ class TrunkLaws:
 
     def _portions(self, texts: Sequence[Prefix]) -> Iterator[Sequence[Prefix]]:
         if texts:
-            width = (len(texts[0]) + 1) * self.trunk.vocab_size
-            rows = max(1, min(ROWS, LOGITS // width))
+            width = len(texts[0]) + 1
+            rows = max(
+                1, min(short(self.trunk, width, ROWS), LOGITS // width // self.trunk.vocab_size)
+            )
             for start in range(0, len(texts), rows):
                 yield texts[start : start + rows]
 
@@ -179,6 +181,15 @@ class TrunkLaws:
         return prefix, distribution_from_logits(
             row, self.sampling, prompt_ids=self.prompt, output_ids=output
         )
+
+
+def short(trunk: Trunk, width: int, rows: int) -> int:
+    """How many of these rows a pass over `width` positions of each can have and not be long.
+
+    Where long passes are computed in another way, what an audit looks at is all of one kind: that
+    of a single text.
+    """
+    return rows if trunk.long is None else max(1, min(rows, (trunk.long - 1) // width))
 
 
 def filters(sampling: SamplerConfig) -> SamplerConfig:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mtplx.audit.law import Text, filters
+from mtplx.audit.law import Text, filters, short
 from mtplx.models.slots import Span
 from mtplx.models.trunk import Trunk
 from mtplx.sampling import SamplerConfig, distribution_from_logits
@@ -53,9 +53,10 @@ def rounding(
     Settings that look at histories move both laws alike and are left out.
     """
     flips, distances, outside, most = [], [], [], 0
+    few = short(trunk, width, TEXTS)
     for index, prompt in enumerate(prompts):
         read = dict.fromkeys(text.tokens[:-1] for text in texts if text.prompt == index)
-        rows = [[*prompt, *(int(t) for t in tokens)] for tokens in list(read)[:TEXTS]]
+        rows = [[*prompt, *(int(t) for t in tokens)] for tokens in list(read)[:few]]
         most = max(most, len(rows))
         start = len(prompt) - 1
         for a, b in zip(

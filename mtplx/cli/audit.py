@@ -290,6 +290,8 @@ def _transformers(
 ) -> Audit:
     from mtplx.audit.engines import TransformersEngine
     from mtplx.audit.run import audit
+    from mtplx.models.linear import linear_layers
+    from mtplx.models.trunk import Trunk
 
     prompts = [llm.encode(text, raw=True) for text in texts]
     drafter = None
@@ -297,13 +299,15 @@ def _transformers(
         drafter = options.load_llm(assistant, None, *place).trunk.model
     depth = max(depth, 1)
     engine = TransformersEngine(llm, prompts, sampling, depth, mode, drafter)
+    # Its law is that of the same layers' code: in torch, where they are torch's.
+    trunk = Trunk(llm.trunk.model) if linear_layers(llm.trunk.model) else llm.trunk
     settings: dict[str, Any] = {} if mode == "plain" else {"depth": depth}
     if assistant is not None:
         settings |= {"assistant": assistant}
     with show.stages() as report:
         return audit(
             engine,
-            llm.trunk,
+            trunk,
             prompts,
             sampling,
             model=llm.name,

@@ -1,5 +1,6 @@
 /* The pass itself: compiled once for each instruction set, whose file defines SET_NAME and SET. */
 
+#include <float.h>
 #include <math.h>
 #include <string.h>
 
@@ -409,7 +410,7 @@ INLINE void plain_rows(const int kind, const Matrix *w, int block, const Inputs 
     UNROLLED for (int m = 0; m < rows; m++) result[m] = sums_of(sums[m]);
 }
 
-/* What a row of tiles makes of some rows, with its bias, into y [rows, outputs] or onto it. */
+/* What a block of outputs makes of some rows, with its bias, into y [rows, outputs] or onto it. */
 INLINE void put(const Matrix *w, const Lanes *acc, int first, int some, int block, float *y,
                 int add) {
     const int begin = block * OUTPUTS;
@@ -432,7 +433,7 @@ INLINE void put(const Matrix *w, const Lanes *acc, int first, int some, int bloc
     }
 }
 
-/* Rows of tiles `from` to `to` by up to ROWS rows of inputs, from `first` on. */
+/* Blocks `from` to `to` by up to ROWS rows of inputs, from `first` on. */
 INLINE void some_rows(const int kind, const Matrix *w, const Inputs *x, int first, const int rows,
                       int from, int to, float *y, int add) {
     for (int block = from; block < to; block++) {
@@ -464,9 +465,18 @@ static void take_halves(const float *x, uint16_t *y, int row, int rows) {
     uint32_t first[INPUTS / 2], second[INPUTS / 2];
     for (int h = 0; h < 2; h++) {
         const __m512 all_of_it = _mm512_loadu_ps(x + 16 * h);
-        const __m256i near = (__m256i)_mm512_cvtneps_pbh(all_of_it);
-        const __m512 taken = (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(near), 16);
-        const __m256i rest = (__m256i)_mm512_cvtneps_pbh(_mm512_sub_ps(all_of_it, taken));
+        const __m512i bits = _mm512_castps_si512(all_of_it);
+        const __m512i size = _mm512_and_si512(bits, _mm512_set1_epi32(0x7fffffff));
+        __m512i high = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(all_of_it));
+        /* What would be rounded up to infinity is cut off, and infinity has no rest. */
+        const __mmask16 largest = _mm512_cmpgt_epu32_mask(size, _mm512_set1_epi32(0x7f7f7fff)) &
+                                  _mm512_cmple_epu32_mask(size, _mm512_set1_epi32(0x7f800000));
+        const __mmask16 finite = _mm512_cmplt_epu32_mask(size, _mm512_set1_epi32(0x7f800000));
+        high = _mm512_mask_srli_epi32(high, largest, bits, 16);
+        const __m512 taken = _mm512_castsi512_ps(_mm512_slli_epi32(high, 16));
+        const __m256i near = _mm512_cvtepi32_epi16(high);
+        const __m256i rest =
+            (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_sub_ps(finite, all_of_it, taken));
         memcpy(first + 8 * h, &near, sizeof near);
         memcpy(second + 8 * h, &rest, sizeof rest);
     }
@@ -475,6 +485,10 @@ static void take_halves(const float *x, uint16_t *y, int row, int rows) {
         memcpy(y + 2 * ((2 * i + 1) * rows + row), second + i, 4);
     }
 }
+
+/* Compilers do not all know how much these instructions read and write, and leave out what seems to
+ * be written for nothing. */
+#define WRITTEN(where) __asm__ volatile("" : : "r"(where) : "memory")
 
 /* Shapes of tiles. */
 typedef struct {
@@ -490,13 +504,18 @@ static void shape_tiles(int rows) {
         shapes.rows[i] = 16;
         shapes.bytes[i] = i < 4 || i == 7 ? (uint16_t)(8 * rows) : 64;
     }
+    WRITTEN(&shapes);
     _tile_loadconfig(&shapes);
 }
 
 /* A thread's tiles are as another library left them, which may think that it finds them so. */
-INLINE void borrow_tiles(Shapes *shapes) { _tile_storeconfig(shapes); }
+INLINE void borrow_tiles(Shapes *shapes) {
+    _tile_storeconfig(shapes);
+    WRITTEN(shapes);
+}
 
 INLINE void return_tiles(const Shapes *shapes) {
+    WRITTEN(shapes);
     if (shapes->palette)
         _tile_loadconfig(shapes);
     else
@@ -530,6 +549,7 @@ static void tile_rows(const Matrix *w, const Inputs *x, int first, int rows, int
     const int whole = w->inputs / INPUTS, rest = w->inputs % INPUTS;
     const uint8_t *inputs = (const uint8_t *)(x->halves + (size_t)first * x->count * 2 * INPUTS);
     const size_t panel = sizeof(uint16_t) * 2 * INPUTS * rows;
+    WRITTEN(inputs);
     _Alignas(64) float sums[BLOCKS][16][16];
     _Alignas(64) uint8_t padded[BLOCKS][16][64];
     const __m512i lines = _mm512_slli_epi32(
@@ -568,6 +588,7 @@ static void tile_rows(const Matrix *w, const Inputs *x, int first, int rows, int
                     stride[i] = 64;
                     step[i] = 0;
                 }
+                WRITTEN(padded);
             }
             if (holds)
                 fetch_part(next, row_bytes * OUTPUTS * BLOCKS / STREAMS, k, x->count);
@@ -619,7 +640,10 @@ static void multiply(const Matrix *w, const Inputs *x, int rows, int from, int t
     for (int first = 0; first < rows; first += ROWS) {
         const int some = rows - first < ROWS ? rows - first : ROWS;
         switch (w->kind * 9 + some) {
-            EACH(FOUR_BITS) EACH(EIGHT_BITS) EACH(BFLOAT16) EACH(FLOAT32)
+            EACH(FOUR_BITS) EACH(EIGHT_BITS) EACH(FLOAT32)
+#if !defined(MTPLX_AMX)
+            EACH(BFLOAT16)
+#endif
         }
     }
 }
@@ -816,12 +840,14 @@ INLINE void attend_some(const int narrow, const int n, const Query *query, const
         const int length = query[r].length;
         for (int line = 0; line < EXPECTED; line += 64 * n)
             expect(narrow, values, at, (size_t)(line + 64 * r));
-        for (int t = length; t % 16; t++) own[t] = -INFINITY;
-        Lanes highest = all(-INFINITY);
+        for (int t = length; t % 16; t++) own[t] = -FLT_MAX;
+        /* Scores that are no finite numbers would get lost in comparisons: they show in a sum. */
+        Lanes highest = all(-INFINITY), spoiled = all(0);
         for (int t = 0; t < length; t += 16) {
             const Lanes next = load(own + t);
             const Ints above = next > highest;
             highest = (Lanes)(((Ints)next & above) | ((Ints)highest & ~above));
+            spoiled += next * 0;
         }
         const float top = largest_of(highest);
         Lanes total = all(0);
@@ -831,7 +857,7 @@ INLINE void attend_some(const int narrow, const int n, const Query *query, const
             for (int i = length; i < t + 16; i++) own[i] = 0;
             total += load(own + t);
         }
-        share[r] = 1 / sum_of(total);
+        share[r] = 1 / sum_of(total) + sum_of(spoiled);
     }
     int begin = 0;
     for (; begin + 16 * PARTS <= size; begin += 16 * PARTS)
@@ -945,7 +971,7 @@ static Room cut_room(uintptr_t *at, const Decoder *d, int rows, int threads, int
     return room;
 }
 
-/* A thread's share of a matrix's rows of tiles. */
+/* A thread's share of a matrix's blocks of outputs. */
 typedef struct {
     int from, to;
 } Share;

@@ -29,7 +29,7 @@ from mtplx.errors import MtplxError
 from mtplx.kernels import Kernels
 from mtplx.models import gguf, gguf_tokenizer, gguf_weights
 from mtplx.models.blocks import Bits
-from mtplx.models.rounding import Report, Rounder, require_fit
+from mtplx.models.rounding import Report, Rounder
 
 # As in `gguf`: transformers is imported where it is needed, so that a mistyped path does not
 # take seconds to say so.
@@ -372,7 +372,7 @@ def load_model(
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
-            require_fit(checkpoint.path, report)
+            gguf_weights.require_fit(checkpoint.path, report)
         return model.to(device).eval().requires_grad_(False)
 
 
@@ -400,21 +400,28 @@ def load_rounded(
     Raises `MtplxError` as `load_model` does, where weights cannot be cut into blocks, and where a
     file has none.
     """
-    read_here = checkpoint.is_gguf and gguf_weights.is_read_here(checkpoint.gguf_file)
-    if quantize == "file" and not read_here:
+    known = checkpoint.is_gguf and gguf_weights.knows(checkpoint.gguf_file)
+    if quantize == "file" and not known:
         raise MtplxError(
             f"{checkpoint.name}: has no blocks of its own that the kernels can take: "
             "quantize='int8' or 'int4' makes some"
         )
     rounder = Rounder(library, _BITS.get(quantize), report)
-    with reported(checkpoint):
-        if read_here:
-            model = gguf_weights.load_layers(
-                checkpoint.gguf_file, rounder.take, as_stored=quantize == "file"
-            )
-        else:
-            model = _load_layers(checkpoint, rounder)
-        rounder.take_all(model)
+    try:
+        with reported(checkpoint):
+            if known:
+                model = gguf_weights.load_layers(
+                    checkpoint.gguf_file, rounder.take, as_stored=quantize == "file"
+                )
+            else:
+                model = _load_layers(checkpoint, rounder)
+            rounder.take_all(model)
+    except MtplxError:
+        # Whatever came of a layer that could not be rounded is not the reason.
+        if not rounder.failed and not rounder.raised:
+            raise
+    if rounder.raised:
+        raise rounder.raised
     if rounder.failed:
         name, error = rounder.failed
         raise MtplxError(f"{checkpoint.name}: {name} cannot be quantised: {error}")
@@ -431,13 +438,16 @@ def _load_layers(checkpoint: Checkpoint, rounder: Rounder) -> PreTrainedModel:
     # the memory.
     if checkpoint.is_gguf:
         return load_model(checkpoint, torch.bfloat16)
-    dtype = config.dtype or torch.bfloat16
-    if getattr(config.get_text_config(), "quantization_config", None):
-        return load_model(checkpoint, dtype)
+    text = config.get_text_config()
+    dtype = config.dtype or text.dtype
+    if any(getattr(part, "quantization_config", None) for part in (config, text)):
+        return load_model(checkpoint, dtype or torch.bfloat16)
     from mtplx.models import handing_over
 
-    model, report = handing_over.from_pretrained(checkpoint.path, config, dtype, rounder.take)
-    require_fit(checkpoint.path, report)
+    model, report = handing_over.from_pretrained(
+        checkpoint.path, config, dtype or "auto", rounder.take
+    )
+    gguf_weights.require_fit(checkpoint.path, report)
     return model
 
 

@@ -60,7 +60,7 @@ class DeterministicTrunk(Trunk):
         if self.slow_because:
             self.tile = 1
             self.model.set_attn_implementation(own)
-            if not agree(self.read(_trial_text(self)).hidden, usual):
+            if not agree(self.read(_trial_text(self)).hidden, usual, self.dtype):
                 raise MtplxError(
                     f"model type {self.config.model_type!r} cannot be run deterministically: its "
                     "tokens come out differently one at a time; run it without"
@@ -83,7 +83,7 @@ class DeterministicTrunk(Trunk):
                 tiled = self.forward(text, span, self.new_cache(span.end)).hidden
         except NotImplementedError as error:
             return f"{kind} has attention with {error}"
-        if not agree(tiled, usual):
+        if not agree(tiled, usual, self.dtype):
             return f"{kind} computes attention in a way of its own"
         others = sorted(seen.names - _ROW_BY_ROW)
         if others:

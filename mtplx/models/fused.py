@@ -10,7 +10,7 @@ passes run in torch, by the model's own code over the same cache and weights.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from mtplx import kernels
 from mtplx.kernels import Kernels
-from mtplx.models.linear import PLAIN, KernelLinear, linear_layers
+from mtplx.models.linear import PLAIN, KernelLinear
 from mtplx.models.slots import SlotCache, Span
 from mtplx.models.trunk import Trunk, TrunkOutput
 
@@ -31,11 +31,12 @@ _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 ROWS = 256
 """Positions in one call; more are cut."""
 
-LONG = 6
+LONG = 7
 LONG_WEIGHTS = {"amx": 650e6, "avx512": 120e6, "avx2": 120e6, "generic": 120e6}
-"""A pass is long from `LONG + LONG_WEIGHTS / W` positions on, W the weights of a layer: there the
-kernels and torch were measured to take the same time. Up to the first, both only wait for memory;
-the second is what torch loses between its operations. By instruction set."""
+"""By instruction set, what tells a long pass: it has `LONG + LONG_WEIGHTS / W` positions and more,
+where W is the weights of a layer. There the kernels and torch were measured to take the same time.
+Below LONG both only wait for memory, however large the layers; above, torch's arithmetic is faster,
+and what it loses between its operations counts for less the larger they are."""
 
 SMALL = 2**20
 """Bytes of scratch memory that a cache keeps: a prompt's pass takes far more than a cycle's."""
@@ -59,8 +60,23 @@ def misfit(model: Any) -> str | None:
     if config.hidden_act != "silu":
         return f"an MLP with {config.hidden_act}"
     heads = heads_misfit(config, model.get_decoder().rotary_emb)
-    unread = [name for name, layer in linear_layers(model) if layer.weight.dtype not in PLAIN]
-    return heads or (f"weights of a type they do not read ({unread[0]})" if unread else None)
+    if heads:
+        return heads
+    for name, layer in _matrices(model):
+        # Others may do more than multiply.
+        if not isinstance(layer, KernelLinear) and type(layer) is not nn.Linear:
+            return f"a {type(layer).__name__} in the place of a linear layer ({name})"
+        if isinstance(layer, nn.Linear) and layer.weight.dtype not in PLAIN:
+            return f"weights of a type they do not read ({name})"
+    return None
+
+
+def _matrices(model: Any) -> Iterator[tuple[str, Any]]:
+    """What multiplies in a model of these families, by name."""
+    for index, layer in enumerate(model.get_decoder().layers):
+        for name, part in projections(layer.self_attn, layer.mlp).items():
+            yield f"{name} of layer {index}", part
+    yield "the output head", model.get_output_embeddings()
 
 
 def heads_misfit(config: Any, rotary: Any) -> str | None:
@@ -345,7 +361,7 @@ class FusedSlots:
         )
 
     def update(self, keys: Tensor, values: Tensor, span: Span, layer: int) -> tuple[Tensor, Tensor]:
-        """Write [B, kv_heads, T, D] at the span's positions; return all of [0, end) as copies."""
+        """Write [B, kv_heads, T, D] at the span's positions; return all of [0, end)."""
         assert self.keys is not None and self.values is not None, "reserve first"
         size, rows = self.layers.head_size, len(keys)
         blocks = self.keys[layer].view(*self.keys.shape[1:3], -1, size, LANES)
@@ -385,7 +401,7 @@ class FusedSlots:
 
 
 class FusedTrunk(Trunk):
-    """A trunk whose passes are the kernels'. Its model's own code is not run."""
+    """A trunk whose passes are the kernels', but for long ones where it is told so."""
 
     def __init__(self, model: Any, library: Kernels, long_in_torch: bool = False) -> None:
         """
@@ -397,11 +413,10 @@ class FusedTrunk(Trunk):
         """
         assert misfit(model) is None
         self.deterministic = not long_in_torch
-        self._in_torch_from: int | None = None
         if long_in_torch:
             layer = model.get_decoder().layers[0]
             weights = sum(part.numel() for part in layer.parameters())
-            self._in_torch_from = round(LONG + LONG_WEIGHTS[library.name] / weights)
+            self.long = LONG + int(LONG_WEIGHTS[library.name] / weights)
         decoder = model.get_decoder()
         self.fused = FusedLayers(
             library,
@@ -416,11 +431,11 @@ class FusedTrunk(Trunk):
 
     def tap(self, layer_ids: Sequence[int]) -> None:
         # The kernels give every stream without hooks.
-        if self._in_torch_from is not None:
+        if self.long is not None:
             super().tap(layer_ids)
 
     def _is_long(self, tokens: Tensor) -> bool:
-        return self._in_torch_from is not None and tokens.numel() >= self._in_torch_from
+        return self.long is not None and tokens.numel() >= self.long
 
     def new_cache(self, capacity: int) -> Any:
         return FusedSlots(self.fused, capacity, torch.bfloat16)

@@ -1,12 +1,10 @@
-"""GGUF files as transformers models and tokenizers.
+"""GGUF files: the container, and the config of the model in it.
 
 The container is read here: `gguf.GGUFReader` wraps each of a vocabulary's 100,000 strings in an
 array of its own and needs seconds for it, while a walk over the header takes a tenth of one. The
 block formats are the `gguf` package's. Format: "GGUF" in the ggml repository, docs/gguf.md.
 
-Weights leave the file in float32 and are rounded once, to the dtype asked for; the result is a
-plain transformers model that can be trained and saved. Architectures and tokenizers that have no
-entry in the tables below go through transformers' own GGUF loader.
+Architectures that have no entry in the table below go through transformers' own GGUF loader.
 """
 
 from __future__ import annotations
@@ -28,14 +26,11 @@ import torch
 from gguf import GGMLQuantizationType, GGUFValueType
 
 from mtplx.errors import MtplxError
-from mtplx.models.blocks import Blocks
 
 # transformers takes seconds to import, so the functions that need it import it: a damaged file is
 # reported before that.
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
-
-Weight = torch.Tensor | Blocks
 
 
 # --- the container ---------------------------------------------------------------------------
@@ -252,7 +247,7 @@ def load_config(file: GgufFile) -> PreTrainedConfig:
 
     family = FAMILIES.get(file.architecture)
     if family is None:
-        with alone(file) as place:
+        with by_itself(file) as place:
             return AutoConfig.from_pretrained(**place)
 
     def value(key: str) -> Any:
@@ -298,7 +293,7 @@ def load_config(file: GgufFile) -> PreTrainedConfig:
 
 
 @contextmanager
-def alone(file: GgufFile) -> Iterator[dict[str, Any]]:
+def by_itself(file: GgufFile) -> Iterator[dict[str, Any]]:
     """The file as an argument for transformers' loaders, in a directory where nothing else is.
 
     They would read its neighbours too, though a GGUF file is a model of its own, and ask whether

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import gguf
 
 from mtplx.errors import MtplxError
-from mtplx.models.gguf import GgufFile, alone
+from mtplx.models.gguf import GgufFile, by_itself
 
 # As in `gguf`: imported where it is needed.
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def load_tokenizer(file: GgufFile) -> PreTrainedTokenizerBase:
                 f"{file.path}: how its tokenizer splits text ({pre!r}) is not known here "
                 f"(known: {', '.join(sorted(_SPLITTERS))}): use the model's Hugging Face checkpoint"
             )
-        with alone(file) as place:
+        with by_itself(file) as place:
             return AutoTokenizer.from_pretrained(**place)
 
     tokens = file["tokenizer.ggml.tokens"]

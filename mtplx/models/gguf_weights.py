@@ -7,8 +7,9 @@ that no more than one of them is in memory unpacked.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,11 +23,11 @@ from mtplx.models.gguf import (
     ROPE_FACTORS,
     GgufFile,
     GgufTensor,
-    alone,
+    by_itself,
     load_config,
 )
 from mtplx.models.linear import linear_layers
-from mtplx.models.rounding import Take, require_fit
+from mtplx.models.rounding import Take
 
 # As in `gguf`: imported where it is needed.
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def load_model(file: GgufFile, dtype: torch.dtype) -> PreTrainedModel:
     return model
 
 
-def is_read_here(file: GgufFile) -> bool:
+def knows(file: GgufFile) -> bool:
     """Whether the architecture is in the tables, as `load_layers` needs it."""
     return file.architecture in FAMILIES
 
@@ -140,6 +141,25 @@ def load_layers(file: GgufFile, take: Take, as_stored: bool) -> PreTrainedModel:
     return model
 
 
+def require_fit(path: Path, report: Mapping[str, Any]) -> None:
+    """Raises `MtplxError` unless every weight of a model was found, in the shape its config says.
+
+    `report` is what `from_pretrained` returns with `output_loading_info`. transformers would only
+    warn and go on with random numbers.
+    """
+    if missing := report["missing_keys"]:
+        raise MtplxError(
+            f"{path}: {len(missing)} weights are missing, first {min(missing)}: "
+            "download the model again"
+        )
+    if mismatched := report["mismatched_keys"]:
+        name, stored, expected = min(mismatched)
+        raise MtplxError(
+            f"{path}: {len(mismatched)} weights do not fit the config, first {name} with shape "
+            f"{list(stored)} instead of {list(expected)}: download the model again"
+        )
+
+
 def _refuse_leftovers(file: GgufFile, names: Collection[str]) -> None:
     if names:
         raise MtplxError(
@@ -184,7 +204,7 @@ def _load_through_transformers(file: GgufFile, dtype: torch.dtype) -> PreTrained
     from transformers import AutoModelForCausalLM
     from transformers.utils.quantization_config import GgufConfig
 
-    with alone(file) as place:
+    with by_itself(file) as place:
         model = AutoModelForCausalLM.from_pretrained(
             **place, quantization_config=GgufConfig(dequantize=True), dtype=dtype
         )

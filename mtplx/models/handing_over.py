@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import ConversionOps
@@ -17,6 +18,7 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.quantizers.quantizers_utils import get_module_from_name
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from mtplx.models.linear import KernelLinear
 from mtplx.models.rounding import Take
 
 _METHOD = "mtplx"
@@ -30,7 +32,7 @@ def from_pretrained(
     Args:
         directory: of a checkpoint that is not quantised.
         config: its own.
-        dtype: of all weights.
+        dtype: of all weights; `auto` for what the first of them has.
         take: given each linear layer but the output head, which may share its weight with the
             embedding and has it only when all is read.
     """
@@ -47,6 +49,9 @@ def from_pretrained(
         output_loading_info=True,
     )
     model.hf_quantizer.remove_quantization_config(model)
+    for module in model.modules():
+        if isinstance(module, KernelLinear):
+            vars(module).pop("weight", None)
     report["mismatched_keys"] = {*report["mismatched_keys"], *given.mismatched}
     return model, report
 
@@ -105,10 +110,26 @@ class _HandOver(ConversionOps):  # type: ignore[misc]
         weight = weight[0] if isinstance(weight, list) else weight
         name = full_layer_name.removesuffix(".weight")
         layer = model.get_submodule(name)
+        # Biases are read before weights, in the order of the alphabet. One that is not there by now
+        # is missing or does not fit, which the loader will say of a layer that is still its own.
+        if layer.bias is not None and layer.bias.is_meta:
+            return {full_layer_name: weight}
         missing_keys.discard(full_layer_name)
         if layer.weight.shape == weight.shape:
-            # Biases are read before weights, in the order of the alphabet.
             self._given.take(model, name, weight, layer.bias)
+            _hide(model.get_submodule(name))
         else:
             self._given.mismatched.append((full_layer_name, weight.shape, layer.weight.shape))
         return {}
+
+
+def _hide(taken: Any) -> None:
+    """Keep what stands in a layer's place from being given first values by the model's code.
+
+    A layer above may set the weight of one below where something else of its own is missing; what
+    carries this mark is left as it is.
+    """
+    taken.weight = torch.empty(0)
+    for part in (taken.weight, taken.bias):
+        if part is not None:
+            part._is_hf_initialized = True

@@ -56,6 +56,8 @@ class KernelLinear(nn.Module):
             bias: [N].
         """
         super().__init__()
+        assert isinstance(weight, Blocks) or not weight.is_meta
+        assert bias is None or not bias.is_meta
         self.library = library
         self.out_features, self.in_features = weight.shape
         if isinstance(weight, Blocks):

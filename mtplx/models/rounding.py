@@ -5,17 +5,15 @@ One layer after another, so that a model need not fit into memory as it was befo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from mtplx.errors import MtplxError
 from mtplx.kernels import Kernels
 from mtplx.models import blocks
 from mtplx.models.blocks import Bits, Blocks
-from mtplx.models.linear import hand_over, linear_layers
+from mtplx.models.linear import KernelLinear, hand_over, linear_layers
 
 Take = Callable[[Any, str, Tensor | Blocks, Tensor | None], None]
 """What is given each linear layer: the model, the layer's name, its weight [N, K] and its bias."""
@@ -28,7 +26,8 @@ class Rounder:
     """Puts linear layers into the kernels' hands, rounded; the output head only to bfloat16.
 
     Attributes:
-        failed: the first layer that could not be, and why; no other is taken after it.
+        failed: the first layer that could not be, and why.
+        raised: what the report raised, if it did.
     """
 
     def __init__(self, library: Kernels, bits: Bits | None, report: Report | None = None) -> None:
@@ -41,10 +40,17 @@ class Rounder:
         self._library, self._bits, self._report = library, bits, report
         self._done = 0
         self.failed: tuple[str, ValueError] | None = None
+        self.raised: Exception | None = None
 
     def take(self, model: Any, name: str, weight: Tensor | Blocks, bias: Tensor | None) -> None:
-        """Put a layer into the kernels' hands; see Take."""
-        if self.failed:
+        """Put a layer into the kernels' hands; see Take.
+
+        Raises:
+            ValueError: it cannot be rounded. What reads the model may turn this, and what the
+                report raises, into something else, so `failed` and `raised` tell it too, and later
+                layers are left alone.
+        """
+        if self.failed or self.raised:
             return
         if isinstance(weight, Tensor):
             is_head = model.get_submodule(name) is model.get_output_embeddings()
@@ -53,11 +59,15 @@ class Rounder:
                 weight = weight.bfloat16() if bits is None else blocks.quantize(weight, bits)
             except ValueError as error:
                 self.failed = name, error
-                return
+                raise
         hand_over(model, name, self._library, weight, bias)
         self._done += 1
         if self._report:
-            self._report(self._done, self._done + len(linear_layers(model)))
+            try:
+                self._report(self._done, self._done + len(linear_layers(model)))
+            except Exception as error:
+                self.raised = error
+                raise
 
     def take_all(self, model: Any) -> None:
         """Those that a model still has."""
@@ -65,20 +75,12 @@ class Rounder:
             self.take(model, name, layer.weight, layer.bias)
 
 
-def require_fit(path: Path, report: Mapping[str, Any]) -> None:
-    """Raises `MtplxError` unless every weight of a model was found, in the shape its config says.
-
-    `report` is what `from_pretrained` returns with `output_loading_info`. transformers would only
-    warn and go on with random numbers.
-    """
-    if missing := report["missing_keys"]:
-        raise MtplxError(
-            f"{path}: {len(missing)} weights are missing, first {min(missing)}: "
-            "download the model again"
-        )
-    if mismatched := report["mismatched_keys"]:
-        name, stored, expected = min(mismatched)
-        raise MtplxError(
-            f"{path}: {len(mismatched)} weights do not fit the config, first {name} with shape "
-            f"{list(stored)} instead of {list(expected)}: download the model again"
-        )
+def left_out(model: Any) -> float:
+    """The share of a model's weights, embeddings apart, that are in no layer the kernels have."""
+    reached = other = 0
+    for module in model.modules():
+        if isinstance(module, KernelLinear):
+            reached += module.in_features * module.out_features
+        elif not isinstance(module, nn.Embedding):
+            other += sum(part.numel() for part in module.parameters(recurse=False))
+    return other / (reached + other)

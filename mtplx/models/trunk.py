@@ -52,9 +52,12 @@ class Trunk:
 
     Attributes:
         deterministic: whether a position comes out the same, to the last bit, in any pass.
+        long: positions from which on a pass is computed in another way than shorter ones, which
+            are alike; None where there is no such number.
     """
 
     deterministic = False
+    long: int | None = None
 
     def __init__(self, model: Any) -> None:
         self.model: Any = model
@@ -232,12 +235,19 @@ def _keeps_rows_apart(trunk: Trunk) -> bool:
     start = Span.after([0, 0], max(lengths), trunk.device)
     trunk.forward(tokens[:, : max(lengths)], start, cache, with_logits=False)
     together = trunk.forward(tokens.gather(1, span.positions), span, cache).hidden
-    return agree(together, torch.stack([alone[b, n : n + width] for b, n in enumerate(lengths)]))
+    expected = torch.stack([alone[b, n : n + width] for b, n in enumerate(lengths)])
+    return agree(together, expected, trunk.dtype)
 
 
-def agree(hidden: Tensor, expected: Tensor) -> bool:
-    """Whether two computations of the same states [B, T, H] differ by rounding alone."""
-    noise = _NOISE.get(hidden.dtype, 0.1)
+def agree(hidden: Tensor, expected: Tensor, computed: torch.dtype) -> bool:
+    """Whether two computations of the same states [B, T, H] differ by rounding alone.
+
+    Args:
+        hidden: the one.
+        expected: the other.
+        computed: the narrowest type that either was computed in.
+    """
+    noise = _NOISE.get(computed, 0.1)
     hidden, expected = hidden.float(), expected.float()
     wrong, right = (hidden - expected).norm(dim=-1), expected.norm(dim=-1)
     close = wrong <= noise * right

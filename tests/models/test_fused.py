@@ -373,13 +373,39 @@ def test_what_the_kernels_cannot_run_is_named():
     # Plain weights are read where they lie.
     assert misfit(plain("llama")) is misfit(plain("llama").bfloat16()) is None
     unread = misfit(plain("llama").half())
-    assert unread == "weights of a type they do not read (model.layers.0.self_attn.q_proj)"
+    assert unread == "weights of a type they do not read (q of layer 0)"
+    # What stands in a linear layer's place, or is one of another kind, may do more than multiply.
+    model = plain("llama")
+    model.model.layers[1].mlp.up_proj = torch.nn.Sequential(model.model.layers[1].mlp.up_proj)
+    assert misfit(model) == "a Sequential in the place of a linear layer (up of layer 1)"
+
+    class Scaled(torch.nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    model = plain("llama")
+    model.lm_head = Scaled(40, VOCAB)
+    assert misfit(model) == "a Scaled in the place of a linear layer (the output head)"
+
+
+@pytest.mark.parametrize("wrong", [torch.inf, torch.nan])
+@pytest.mark.parametrize("instructions", SETS)
+def test_a_score_that_is_no_number_is_not_hidden(wrong, instructions):
+    if kernels.find(instructions) is None:
+        pytest.skip(f"this CPU has no {instructions}")
+    for dtype in (torch.bfloat16, torch.float32):
+        model = plain("llama").to(dtype)
+        model.model.layers[0].self_attn.k_proj.bias.data[5] = wrong
+        trunk = FusedTrunk(model, kernels.find(instructions))
+        span = Span.after([0] * 3, 9, TOKENS.device)
+        logits = trunk.forward(TOKENS[:, :9], span, trunk.new_cache(9)).logits
+        assert not bool(logits.isfinite().any())
 
 
 def in_torch(model, first=0):
     """The same with passes of so many positions and more in torch, and a cache of its own type."""
     trunk = FusedTrunk(model, kernels.find(), long_in_torch=True)
-    trunk._in_torch_from = first
+    trunk.long = first
     new_cache = trunk.new_cache
 
     def own(capacity):
@@ -429,18 +455,30 @@ def test_short_and_long_passes_share_a_cache(name):
     assert done == 30
 
 
+@pytest.mark.parametrize("long", [2, 4, 8, 9])
+def test_a_trunk_is_tried_out_however_little_is_long(monkeypatch, long):
+    """The trial's two passes may be the kernels' and torch's, in bfloat16."""
+    deep = LlamaConfig(**SIZES | {"num_hidden_layers": 12})
+    monkeypatch.setattr("mtplx.models.fused.LONG", long)
+    monkeypatch.setattr(
+        "mtplx.models.fused.LONG_WEIGHTS", dict.fromkeys(["amx", "avx512", "avx2", "generic"], 0)
+    )
+    trunk = FusedTrunk(plain(deep).bfloat16(), kernels.find(), long_in_torch=True)
+    assert trunk.long == long
+
+
 def test_a_layers_size_says_what_is_long():
     def first(name="generic", **sizes):
         config = LlamaConfig(**SIZES | sizes)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        return FusedTrunk(model, kernels.find(name), long_in_torch=True)._in_torch_from
+        return FusedTrunk(model, kernels.find(name), long_in_torch=True).long
 
-    assert first(hidden_size=576, intermediate_size=1536) == 49
+    assert first(hidden_size=576, intermediate_size=1536) == 50
     assert first(hidden_size=1024, intermediate_size=8192, num_hidden_layers=1) == 11
     if kernels.find("amx"):  # whose products are several times as fast
         assert first("amx", hidden_size=1024, intermediate_size=8192, num_hidden_layers=1) == 32
     trunk = fused("llama")
-    assert trunk.deterministic and trunk._in_torch_from is None
+    assert trunk.deterministic and trunk.long is None
 
 
 def test_a_head_in_torch_takes_the_streams_of_a_bfloat16_trunk():

@@ -462,6 +462,15 @@ def test_a_missing_file_is_named(tmp_path):
 
 
 @needs_kernels
+def test_what_cannot_be_rounded_is_said(tmp_path):
+    model = tiny("llama")
+    model.model.layers[1].mlp.up_proj.weight.data[0, 0] = torch.nan
+    file = write(tmp_path / "m.gguf", model)
+    with pytest.raises(MtplxError, match=r"layers.1.mlp.up_proj cannot be quantised: its weights"):
+        checkpoint.load_rounded(checkpoint.locate(file.path), kernels.find(), "int8")
+
+
+@needs_kernels
 @pytest.mark.parametrize("bits", [None, 8, 4])
 def test_layers_are_read_one_by_one(tmp_path, bits, monkeypatch):
     """And rounded from what the file's numbers stand for."""

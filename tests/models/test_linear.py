@@ -146,6 +146,21 @@ def test_an_input_that_is_no_number_is_not_hidden(name, wrong):
 
 
 @pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("kind", ["bfloat16", "float32"])
+def test_plain_products_of_the_largest_inputs_are_themselves(name, kind):
+    """Infinity, and what is larger than any number in bfloat16."""
+    weight = torch.full((20, 64), 0.5).to(getattr(torch, kind))
+    x = torch.zeros(5, 64)
+    x[:4, 7] = torch.tensor([torch.inf, -torch.inf, 3.4e38, -3.4e38])
+    x[4, 7] = torch.nan
+    y = KernelLinear(library(name), weight)(x)
+    assert y[0].isposinf().all() and y[1].isneginf().all() and y[4].isnan().all()
+    torch.testing.assert_close(
+        y[2:4].double(), x[2:4].double() @ weight.T.double(), rtol=1e-5, atol=0
+    )
+
+
+@pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_inputs_next_to_nothing_do_no_harm(name, kind):
     """Too small to be divided by, beside zeros, in a group of their own and in all."""
