@@ -118,8 +118,10 @@ class LLM:
         depth: int,
         notes: Sequence[str] = (),
         origin: str | None = None,
+        quantize: Quantize | None = None,
     ) -> None:
         self.name = name
+        self.quantize = None if quantize == "none" else quantize
         self.origin = origin or name
         self.trunk = trunk
         self.head = head
@@ -536,6 +538,7 @@ def load(
         found.depth,
         notes,
         checkpoint.origin,
+        quantize,
     )
 
 

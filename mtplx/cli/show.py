@@ -113,7 +113,8 @@ def print_stats(
     llm: LLM, depth: Depth, sampling: SamplerConfig, stats: Stats, plain: Stats | None = None
 ) -> None:
     """What a generation did, and with which settings; with `plain`, beside the same at depth 0."""
-    kind = str(llm.trunk.dtype).removeprefix("torch.")
+    dtype = str(llm.trunk.dtype).removeprefix("torch.")
+    kind = f"quantize {llm.quantize}" if llm.quantize else dtype
     out = console()
     out.print(f"{llm.name}, {kind} on {llm.trunk.device}", soft_wrap=True, markup=False)
     out.print(stats_table(depth, stats, plain))

@@ -8,11 +8,11 @@
 
 #ifdef _OPENMP
 #include <omp.h>
-#define BARRIER _Pragma("omp barrier")
+#include <sched.h>
+#include <stdatomic.h>
 #define THREAD omp_get_thread_num()
 #define THREADS omp_get_num_threads()
 #else
-#define BARRIER (void)0
 #define THREAD 0
 #define THREADS 1
 #endif
@@ -909,6 +909,44 @@ static void gate_with(const float *gate, float *up, int count) {
 
 /* --- the pass -------------------------------------------------------------------------------- */
 
+/* Where the threads of a pass wait for each other, a dozen times in every layer. They spin, for the
+ * others are mostly near; but where another program has taken a CPU, one thread would spin as long as
+ * the other is not let run, which OpenMP's own barrier does: it was seen to cost sixty times the
+ * pass. So the CPU is offered to others in between. */
+typedef struct {
+#ifdef _OPENMP
+    atomic_int arrived, round;
+#else
+    int unused;
+#endif
+} Meeting;
+
+enum { SPINS = 1000 };
+
+static void meet(Meeting *meeting, int threads) {
+#ifdef _OPENMP
+    if (threads == 1) return;
+    const int round = atomic_load_explicit(&meeting->round, memory_order_acquire);
+    if (atomic_fetch_add_explicit(&meeting->arrived, 1, memory_order_acq_rel) == threads - 1) {
+        atomic_store_explicit(&meeting->arrived, 0, memory_order_relaxed);
+        atomic_store_explicit(&meeting->round, round + 1, memory_order_release);
+        return;
+    }
+    for (int i = 0; atomic_load_explicit(&meeting->round, memory_order_acquire) == round; i++) {
+        if (i >= SPINS) {
+            sched_yield();
+            continue;
+        }
+#if defined(__x86_64__)
+        __builtin_ia32_pause();
+#endif
+    }
+#else
+    (void)meeting;
+    (void)threads;
+#endif
+}
+
 typedef struct {
     float *q, *k, *v, *attended, *gate, *up;
     uintptr_t own; /* of the first thread; the others' follow */
@@ -1086,7 +1124,7 @@ static void attend_part(const Decoder *d, const Layer *layer, const Cache *cache
 }
 
 static void pass_of(const Decoder *d, const Cache *cache, const Pass *pass, const Room *room,
-                    int thread, int threads) {
+                    Meeting *meeting, int thread, int threads) {
     const int rows = pass->rows, size = d->head_size, hidden = d->hidden;
     const size_t plane = (size_t)cache->capacity * size;
     uintptr_t at = room->own + thread * room->own_bytes;
@@ -1095,7 +1133,7 @@ static void pass_of(const Decoder *d, const Cache *cache, const Pass *pass, cons
     if (!joins) {
         for (int m = thread; m < rows; m += threads)
             embed(d, pass->tokens[m], pass->x + (size_t)m * hidden);
-        BARRIER;
+        meet(meeting, threads);
     }
     for (int l = 0; l < d->layers; l++) {
         const Layer *layer = &d->layer[l];
@@ -1110,7 +1148,7 @@ static void pass_of(const Decoder *d, const Cache *cache, const Pass *pass, cons
         my_part(&layer->q, &own.in, rows, thread, threads, room->q, 0, &layer->k);
         my_part(&layer->k, &own.in, rows, thread, threads, room->k, 0, &layer->v);
         my_part(&layer->v, &own.in, rows, thread, threads, room->v, 0, &layer->o);
-        BARRIER;
+        meet(meeting, threads);
         /* A head to a thread, for the keys of neighbouring positions share lines of the cache. */
         for (int head = thread; head < d->kv_heads; head += threads) {
             for (int m = 0; m < rows; m++) {
@@ -1124,12 +1162,12 @@ static void pass_of(const Decoder *d, const Cache *cache, const Pass *pass, cons
                      room->v + at_row);
             }
         }
-        BARRIER;
+        meet(meeting, threads);
         attend_part(d, layer, cache, pass, room, slots, thread, threads, own.scores);
-        BARRIER;
+        meet(meeting, threads);
         take_rows(room->attended, rows, d->heads * size, taken_by(&layer->o), &own.in);
         my_part(&layer->o, &own.in, rows, thread, threads, pass->x, 1, &layer->gate);
-        BARRIER;
+        meet(meeting, threads);
         norm_rows(pass->x, layer->post_norm, d, rows, own.normed);
         take_rows(own.normed, rows, hidden, taken_by(&layer->gate) | taken_by(&layer->up),
                   &own.in);
@@ -1143,11 +1181,11 @@ static void pass_of(const Decoder *d, const Cache *cache, const Pass *pass, cons
             const size_t row = (size_t)m * d->intermediate + begin;
             gate_with(room->gate + row, room->up + row, end - begin);
         }
-        BARRIER;
+        meet(meeting, threads);
         take_rows(room->up, rows, d->intermediate, taken_by(&layer->down), &own.in);
         my_part(&layer->down, &own.in, rows, thread, threads, pass->x, 1,
                 l + 1 < d->layers ? &layer[1].q : &d->output);
-        BARRIER;
+        meet(meeting, threads);
     }
     if (thread == 0) show(pass, d->layers, hidden);
     if (!pass->normed && !pass->logits) return;
@@ -1163,11 +1201,12 @@ static void pass_of(const Decoder *d, const Cache *cache, const Pass *pass, cons
 static void pass_all(const Decoder *d, const Cache *cache, const Pass *pass) {
     uintptr_t at = (uintptr_t)pass->scratch;
     const Room room = cut_room(&at, d, pass->rows, pass->threads, cache->capacity);
+    Meeting meeting = {0};
 #pragma omp parallel num_threads(pass->threads)
     {
         Shapes before;
         borrow_tiles(&before);
-        pass_of(d, cache, pass, &room, THREAD, THREADS);
+        pass_of(d, cache, pass, &room, &meeting, THREAD, THREADS);
         return_tiles(&before);
     }
 }
