@@ -1,6 +1,7 @@
 """The C kernels; everything else is in pyproject.toml."""
 
 import platform
+from glob import glob
 
 from setuptools import Extension, setup
 
@@ -13,7 +14,7 @@ setup(
         Extension(
             "mtplx.kernels._decoder",
             [f"mtplx/kernels/{name}.c" for name in SOURCES],
-            depends=["mtplx/kernels/decoder.h", "mtplx/kernels/decoder_body.h"],
+            depends=sorted(glob("mtplx/kernels/*.h")),
             # No product and sum in one: where compilers fuse them differs with the number of rows,
             # and a row has to have the same bits in any company.
             extra_compile_args=["-std=c11", "-O3", "-ffp-contract=off", "-Wno-psabi", *OPENMP],

@@ -34,7 +34,8 @@ ROWS = 256
 LONG = 7
 LONG_WEIGHTS = {"amx": 650e6, "avx512": 120e6, "avx2": 120e6, "generic": 120e6}
 """By instruction set, what tells a long pass: it has `LONG + LONG_WEIGHTS / W` positions and more,
-where W is the weights of a layer. There the kernels and torch were measured to take the same time.
+where W is the weights of a layer. There the kernels and torch were measured to take the same time,
+by `amx` and `avx512`; a CPU that has bfloat16 for torch has no need of the other two.
 Below LONG both only wait for memory, however large the layers; above, torch's arithmetic is faster,
 and what it loses between its operations counts for less the larger they are."""
 
