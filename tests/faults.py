@@ -406,8 +406,8 @@ FAULTS = [
         edited(
             Span,
             "_sight",
-            "keys[None, None, None, :] <= positions[:, None, :, None]",
-            "(keys <= positions[:, -1:])[:, None, None].expand(-1, -1, positions.shape[1], -1)",
+            "self._keys <= self._queries",
+            "(self._keys <= self._queries[:, :, -1:]).expand(-1, -1, self.positions.shape[1], -1)",
         ),
         law("hot", 2),
     ),

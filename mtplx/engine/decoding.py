@@ -160,8 +160,12 @@ class Batch:
             # A head joins each token with the one after it, and drafts from the last pair that it
             # has read itself.
             common -= 1
-            if prefix.head is None or common < 1:
+            if prefix.head is None:
                 return 0
+        common = int(prefix.cache.reaches(common))
+        if common < 1:
+            return 0
+        if self.head and prefix.head:
             self.head.take(prefix.head, common)
         self.cache.take(prefix.cache, common)
         self._single.stats.cached_tokens = common
@@ -225,7 +229,9 @@ class Batch:
             last = [len(row) - 2 for row in ids]
             window = torch.tensor([[*row, *[0] * (width + 1 - len(row))] for row in ids])
             window = window.to(self.device)
-            span = Span.after([start] * len(prompts), width, self.device)
+            # What shorter prompts are filled up with is nobody's text.
+            kept = [max(0, len(row) - 1) for row in ids]
+            span = Span.after([start] * len(prompts), width, self.device, kept)
             output = self.trunk.forward(
                 window[:, :-1], span, self.cache, self.taps, with_logits=False
             )

@@ -47,10 +47,17 @@ class DeterministicTrunk(Trunk):
     """
 
     deterministic = True
+    windowed = False
 
     def __init__(self, model: Any) -> None:
         self.tile = TILE
         self.slow_because: str | None = None
+        if model._is_stateful:
+            raise MtplxError(
+                f"model type {model.config.get_text_config().model_type!r} cannot be run "
+                "deterministically: its recurrent layers round by how passes are put together; run "
+                "it without"
+            )
         super().__init__(model)
         if self.device.type == "meta":
             return

@@ -383,6 +383,10 @@ class FusedSlots:
         shape = (layers.count, slots, layers.kv_heads, room)
         return torch.zeros(shape, dtype=self.dtype), torch.zeros(shape, dtype=self.dtype)
 
+    def reaches(self, count: int) -> int:
+        """The most positions of its one slot, up to `count`, that another cache can begin with."""
+        return count
+
     def take(self, other: FusedSlots, count: int) -> None:
         """Begin with the first `count` positions of another's slots."""
         if other.keys is None or other.values is None:
@@ -403,6 +407,8 @@ class FusedSlots:
 
 class FusedTrunk(Trunk):
     """A trunk whose passes are the kernels', but for long ones where it is told so."""
+
+    windowed = False
 
     def __init__(self, model: Any, library: Kernels, long_in_torch: bool = False) -> None:
         """

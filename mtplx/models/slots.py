@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
+from mtplx.models.recurrent import RecurrentSlots
+
 
 @dataclass(frozen=True)
 class Span:
@@ -25,19 +27,29 @@ class Span:
         end: one past the highest position in the batch; attention reads [0, end).
         start: the first position if all rows share it, else None. A shared start turns the
             scattered write into a slice copy.
+        kept: how many of its first tokens each row keeps, [B] int64, where that is known before
+            the pass; None where the next pass tells.
     """
 
     positions: Tensor
     end: int
     start: int | None
+    kept: Tensor | None = None
 
     @classmethod
-    def after(cls, lengths: list[int], width: int, device: torch.device) -> Span:
+    def after(
+        cls,
+        lengths: list[int],
+        width: int,
+        device: torch.device,
+        kept: Sequence[int] | None = None,
+    ) -> Span:
         """The `width` positions that follow each slot's first `lengths[b]`."""
         positions = torch.tensor([[*range(n, n + width)] for n in lengths], device=device)
         end = max(lengths) + width
         start = lengths[0] if min(lengths) == max(lengths) else None
-        return cls(positions, end, start)
+        counts = None if kept is None else torch.tensor(kept, device=device)
+        return cls(positions, end, start, counts)
 
     @classmethod
     def joined(cls, spans: Sequence[Span]) -> Span:
@@ -57,8 +69,23 @@ class Span:
         return self._sight()
 
     def _sight(self) -> Tensor:
-        positions, keys = self.positions, torch.arange(self.end, device=self.positions.device)
-        return keys[None, None, None, :] <= positions[:, None, :, None]
+        return self._keys <= self._queries
+
+    def within(self, window: int) -> Tensor:
+        """The same where a query looks at no more than the last `window` keys."""
+        return self.mask & (self._keys > self._queries - window)
+
+    def in_chunk(self, size: int) -> Tensor:
+        """The same where texts are cut into chunks, and a query looks at those of its own."""
+        return self.mask & (self._keys // size == self._queries // size)
+
+    @property
+    def _queries(self) -> Tensor:
+        return self.positions[:, None, :, None]
+
+    @property
+    def _keys(self) -> Tensor:
+        return torch.arange(self.end, device=self.positions.device)[None, None, None, :]
 
 
 class KVSlots:
@@ -117,6 +144,7 @@ class SlotCache(Cache):  # type: ignore[misc]
         super().__init__(layers=[])
         self.capacity = capacity
         self.slots: dict[int, KVSlots] = {}
+        self.recurrent: dict[int, RecurrentSlots] = {}
         self.span: Span | None = None
 
     def update(
@@ -135,11 +163,19 @@ class SlotCache(Cache):  # type: ignore[misc]
         """Have these slots in this order, [N] int64, and no others; one may come several times."""
         for layer in self.slots.values():
             layer.keep_rows(rows)
+        for states in self.recurrent.values():
+            states.keep_rows(rows)
+
+    def reaches(self, count: int) -> int:
+        """The most positions of its one slot, up to `count`, that another cache can begin with."""
+        return min((layer.reaches(count) for layer in self.recurrent.values()), default=count)
 
     def take(self, other: SlotCache, count: int) -> None:
-        """Begin with the first `count` positions of another's slots."""
+        """Begin with the first `count` positions of another's slots, which it reaches."""
         for index, layer in other.slots.items():
             self.slots.setdefault(index, KVSlots(self.capacity)).take(layer, count)
+        for index, states in other.recurrent.items():
+            self.recurrent.setdefault(index, RecurrentSlots()).take(states, count)
 
     # transformers asks these before it sees that the mask is already made, and a class that is
     # given no positions would count on from `get_seq_length`. Rows have no one length, so every

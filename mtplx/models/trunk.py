@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mtplx.errors import MtplxError
+from mtplx.models.mixers import over_slots
 from mtplx.models.slots import SlotCache, Span
 
 
@@ -45,18 +46,21 @@ class Trunk:
     """A transformers causal LM with taps on its residual stream.
 
     Layer id i taps the stream after i decoder layers (0: the embedding's output), before the
-    last norm. Models whose layers keep anything but keys and values are refused, and so are those
-    that do not give each row of a ragged batch its own logits; a sliding window, or a rotary
-    embedding that changes with the length, becomes a limit on the context, within which it
-    changes nothing.
+    last norm. Models whose layers keep anything but keys and values, or the states of mixers that
+    are known here, are refused, and so are those that do not give each row of a ragged batch its
+    own logits; a rotary embedding that changes with the length becomes a limit on the context,
+    within which it changes nothing.
 
     Attributes:
         deterministic: whether a position comes out the same, to the last bit, in any pass.
+        windowed: whether layers that look no further back than a window can be run beyond it;
+            where they cannot, it is a limit on the context as well.
         long: positions from which on a pass is computed in another way than shorter ones, which
             are alike; None where there is no such number.
     """
 
     deterministic = False
+    windowed = True
     long: int | None = None
 
     def __init__(self, model: Any) -> None:
@@ -67,7 +71,14 @@ class Trunk:
         self.layers: int = self.config.num_hidden_layers
         self.hidden_size: int = self.config.hidden_size
         self.vocab_size: int = self.config.vocab_size
-        self.context = _context(self.model, self.config)
+        self.recurrent = over_slots(self.decoder) > 0
+        self.context = _context(self.model, self.config, self.recurrent)
+        self._windows = _windows(self.config)
+        narrowest = min((size for _, size in self._windows.values()), default=self.context)
+        if not self.windowed:
+            self.context = min(self.context, narrowest)
+        elif narrowest >= self.context:
+            self._windows = {}
         self.dtype: torch.dtype = self.model.dtype
         self.device: torch.device = self.model.device
         # What hooks record belongs to the thread whose pass it is.
@@ -129,7 +140,7 @@ class Trunk:
             taps,
             with_logits,
             input_ids=tokens,
-            attention_mask=self._mask(span.mask),
+            attention_mask=self._masks(span),
             # Past the context lies only the padding of other rows' longer drafts.
             position_ids=span.positions.clamp_max(self.context - 1),
             cache=cache,
@@ -140,6 +151,24 @@ class Trunk:
     def read(self, tokens: Tensor, taps: Sequence[int] = ()) -> TrunkOutput:
         """One causal pass over whole texts [B, T], padded on the right; no cache, no logits."""
         return self._run(taps, False, input_ids=tokens, use_cache=False)
+
+    def _masks(self, span: Span) -> Any:
+        """What each kind of layer may look at: one mask, or one by the kind's name."""
+        kinds = set(getattr(self.config, "layer_types", None) or ()) | set(self._windows)
+        masks: dict[str, Tensor | None] = {}
+        for kind in kinds:
+            # A recurrent layer's mask would be about padding, of which there is none.
+            masks[kind] = None if kind in _RECURRENT else self._mask(self._seen_by(kind, span))
+        # transformers takes one mask for all kinds of layers as well.
+        if not self._windows:
+            return self._mask(span.mask)
+        return masks if len(masks) > 1 else masks.popitem()[1]
+
+    def _seen_by(self, kind: str, span: Span) -> Tensor:
+        if kind not in self._windows:
+            return span.mask
+        see, size = self._windows[kind]
+        return see(span, size)
 
     def _mask(self, mask: Tensor) -> Tensor:
         if self.config._attn_implementation != "eager":
@@ -159,21 +188,39 @@ class Trunk:
         return TrunkOutput(hidden, aux, output.logits if with_logits else None)
 
 
-def _context(model: Any, config: Any) -> int:
+_RECURRENT = frozenset({"linear_attention"})
+_BLIND = frozenset({"moe", "mlp"})
+"""Kinds of layers that look at no other position."""
+
+_LIMITED = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+"""Kinds of layers that look no further back than so many positions, and what configs call that."""
+
+
+def _windows(config: Any) -> dict[str, tuple[Callable[[Span, int], Tensor], int]]:
+    """How far each kind of attention sees that does not see everything."""
+    kinds = set(getattr(config, "layer_types", None) or ())
+    # Where no kinds are named, there is one; some configs carry a window that they do not use, and
+    # say so.
+    if not kinds and getattr(config, "use_sliding_window", True):
+        kinds = {"sliding_attention"}
+    sizes = {kind: getattr(config, _LIMITED[kind], None) for kind in kinds & set(_LIMITED)}
+    see = {"sliding_attention": Span.within, "chunked_attention": Span.in_chunk}
+    return {kind: (see[kind], int(size)) for kind, size in sizes.items() if size}
+
+
+def _context(model: Any, config: Any, recurrent: bool) -> int:
     """Positions the trunk can hold here; refuses what slots cannot roll back yet."""
     kinds = set(getattr(config, "layer_types", None) or ())
-    unknown = kinds - {"full_attention", "sliding_attention", "chunked_attention"}
-    if unknown or model._is_stateful:
+    unknown = kinds - {"full_attention", *_LIMITED, *_BLIND}
+    if recurrent:
+        unknown -= _RECURRENT
+    if unknown or (model._is_stateful and not recurrent):
         raise MtplxError(
             f"model type {config.model_type!r} has layers of kind "
-            f"{', '.join(sorted(unknown)) or 'recurrent'}; only attention layers can be run so far"
+            f"{', '.join(sorted(unknown)) or 'recurrent'} that cannot be run yet; those of "
+            "Qwen3-Next, Qwen3.5 and Nemotron-H can"
         )
     context = int(getattr(config, "max_position_embeddings", None) or 2048)
-    # Some configs carry a window that they do not use, and say so.
-    if getattr(config, "use_sliding_window", True) or "sliding_attention" in kinds:
-        context = min(context, int(getattr(config, "sliding_window", None) or context))
-    if "chunked_attention" in kinds:
-        context = min(context, int(getattr(config, "attention_chunk_size", None) or context))
     # These frequencies change for all of a text, and all of a batch, once one position passes
     # the length of pretraining; what the cache holds would not.
     rope = getattr(config, "rope_parameters", None) or {}
