@@ -180,7 +180,7 @@ class RecurrentSlots:
         return torch.cat(read, 2)
 
     def end(self, kept: Tensor | None) -> None:
-        """After the pass: where it is known how much each row keeps of it, [B], go there at once."""
+        """After the pass: where what each row keeps of it is known, [B], go there at once."""
         if kept is not None:
             assert self.at is not None, "begin first"
             self._go_on(kept)
