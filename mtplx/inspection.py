@@ -30,7 +30,7 @@ from mtplx.models.checkpoint import (
     reported,
     weight_files,
 )
-from mtplx.models.mtp_layers import mtp_layers, promised_layers
+from mtplx.models.families import family_of, mtp_layers, promised_layers
 
 MtpKind = Literal["native", "attached", "missing", "none"]
 """Layers in the model's own file; a head beside it; promised by the config and not there; none."""
@@ -182,6 +182,8 @@ def inspect(
     context = facts.context
     if trunk is not None:
         context = trunk.context
+        if _runs_by_kernels(trunk.model):
+            context = min(context, trunk.narrowest)
         if facts.context is not None and context < facts.context:
             notes.append(
                 f"it is stated to read {facts.context:,} tokens; beyond {context:,} a sliding "
@@ -326,9 +328,8 @@ def _gguf_facts(checkpoint: Checkpoint) -> _Facts:
 
 def _native_layers(checkpoint: Checkpoint, facts: _Facts) -> MtpLayers:
     """The MTP layers in the model's own files."""
-    from mtplx.drafters.native import FAMILIES
-
-    found = mtp_layers(facts.tensors, facts.layers)
+    family = family_of(facts.model_type)
+    found = mtp_layers(facts.tensors, facts.layers, family)
     if not found:
         return MtpLayers("missing", facts.promised) if facts.promised else MtpLayers("none")
     tensors = [facts.tensors[name] for names in found.values() for name in names]
@@ -338,7 +339,7 @@ def _native_layers(checkpoint: Checkpoint, facts: _Facts) -> MtpLayers:
         parameters=sum(tensor.parameters for tensor in tensors),
         bytes=sum(tensor.bytes for tensor in tensors),
         where=str(checkpoint.path),
-        usable=(not checkpoint.is_gguf and facts.model_type in FAMILIES and not facts.quantisation),
+        usable=not checkpoint.is_gguf and family is not None and not facts.quantisation,
     )
 
 
@@ -390,6 +391,15 @@ def _trunk_without_weights(checkpoint: Checkpoint) -> Any:
     outline = load_outline(checkpoint)
     with reported(checkpoint):
         return Trunk(outline)
+
+
+def _runs_by_kernels(model: Any) -> bool:
+    from mtplx import kernels
+    from mtplx.llm import pick_device
+    from mtplx.models.fused import misfit
+
+    on_cpu = pick_device(None).type == "cpu" and kernels.find() is not None
+    return on_cpu and misfit(model) is None
 
 
 def _memory_shortage(model: Any) -> str | None:

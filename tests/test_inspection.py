@@ -14,7 +14,7 @@ import tiny_native
 from gguf import GGUFWriter
 from safetensors.numpy import load_file, save_file
 
-from mtplx import MtplxError, inspection
+from mtplx import MtplxError, inspection, kernels
 
 
 @pytest.fixture
@@ -165,14 +165,22 @@ def test_an_unknown_model_type_is_told_about_and_does_not_run(model: Path) -> No
 
 def test_layers_that_the_engine_cannot_run_are_a_problem(model: Path) -> None:
     kinds = ["full_attention", "linear_attention"]
-    change(model / "config.json", lambda c: c.update(model_type="qwen3_next", layer_types=kinds))
+    change(model / "config.json", lambda c: c.update(model_type="olmo_hybrid", layer_types=kinds))
     found = inspection.inspect(model)
     assert not found.runs
     assert "linear_attention" in found.problems[0]
 
 
-def test_a_sliding_window_ends_the_context(model: Path) -> None:
+def test_a_sliding_window_is_run(model: Path) -> None:
     change(model / "config.json", lambda c: c.update(model_type="mistral", sliding_window=128))
+    found = inspection.inspect(model)
+    assert found.runs and found.context == 512 and not any("stated" in n for n in found.notes)
+
+
+@pytest.mark.skipif(kernels.find() is None, reason="the kernels are not built")
+def test_where_the_kernels_run_it_a_sliding_window_ends_the_context(model: Path) -> None:
+    changes = {"model_type": "mistral", "sliding_window": 128, "head_dim": 16}
+    change(model / "config.json", lambda c: c.update(changes))
     found = inspection.inspect(model)
     assert found.runs and found.context == 128
     assert any("stated to read 512 tokens" in note for note in found.notes)

@@ -31,6 +31,9 @@ from mtplx.models.trunk import Trunk, TrunkOutput
 class AttachedHead:
     """Binds a head to the trunk whose states it is fed and whose embedding it shares."""
 
+    layers = 1
+    chained = True
+
     def __init__(self, head: Eagle3Head, trunk: Trunk, dtype: torch.dtype | None = None) -> None:
         """
         Args:
@@ -63,13 +66,15 @@ class AttachedHead:
         return KVSlots(capacity)
 
     @torch.inference_mode()
-    def step(self, tokens: Tensor, hidden: Tensor, span: Span, cache: KVSlots) -> Tensor:
+    def step(
+        self, tokens: Tensor, hidden: Tensor, span: Span, cache: KVSlots, layer: int = 0
+    ) -> Tensor:
         attend = partial(_attend, span, cache)
         result: Tensor = self.head(self._embed(tokens), hidden, span.positions, attend)
         return result
 
     @torch.inference_mode()
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, layer: int = 0) -> Tensor:
         return self.head.logits(hidden)
 
 
@@ -126,7 +131,9 @@ class FusedHead(AttachedHead):
         return FusedSlots(self._layers, capacity, torch.bfloat16)
 
     @torch.inference_mode()
-    def step(self, tokens: Tensor, hidden: Tensor, span: Span, cache: Any) -> Tensor:
+    def step(
+        self, tokens: Tensor, hidden: Tensor, span: Span, cache: Any, layer: int = 0
+    ) -> Tensor:
         passed = self._layers.run(
             tokens,
             self._rotations(span.end),
@@ -139,7 +146,7 @@ class FusedHead(AttachedHead):
         return passed.stream if passed.normed is None else passed.normed
 
     @torch.inference_mode()
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, layer: int = 0) -> Tensor:
         norm = None if self.head.config.norm_output else self.head.norm
         return self._output.forward(hidden, norm)
 

@@ -1,17 +1,12 @@
-"""A checkpoint's own MTP layers, through transformers' `MtpModel`, as a drafter's head.
+"""A checkpoint's own MTP layers as a drafter's head.
 
-In the published layout (DeepSeek-V3, GLM-4 MoE) an MTP layer is one more decoder layer behind the
-trunk's last, `model.layers.N` with N from `num_hidden_layers` on, and beside the decoder layer's
-own tensors it holds `enorm`, `hnorm`, `eh_proj`, `shared_head` and a copy of the embedding.
-
-Depths beyond the number of layers come from feeding the head its own output. The published
-checkpoints of both families have one layer; of a checkpoint with more, the first drafts alone.
+Depths beyond the number of layers come from feeding the last one its own output.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -21,77 +16,109 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 from torch.nn import functional as F
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
-from transformers.modeling_layers import MtpModel
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils.generic import ContextManagers
 
 from mtplx.errors import MtplxError
 from mtplx.models.checkpoint import Checkpoint, reported, weight_files
+from mtplx.models.families import Family, family_of, mtp_layers, promised_layers
 from mtplx.models.linear import KernelLinear
-from mtplx.models.mtp_layers import mtp_layers, promised_layers
+from mtplx.models.mtp import MtpLayers
 from mtplx.models.slots import SlotCache, Span
 from mtplx.models.trunk import Trunk, TrunkOutput
 
-FAMILIES = ("deepseek_v3", "glm4_moe")
-"""Model types whose MTP layers are run."""
-
-_EMBEDDING, _OUTPUT = "embed_tokens.weight", "shared_head.head.weight"
+_COPIES = ("embedding", "output")
+"""Parts that are copies of the trunk's, or were trained further."""
 
 
 class NativeHead:
-    """One MTP layer over the trunk's embedding, rotary positions and output head.
+    """MTP layers over the trunk's embedding, rotary positions and output head.
 
-    At position i it computes, in the notation of DeepSeek-V3's report (arXiv 2412.19437, 2.2.1),
+    At position i a layer computes, in the notation of DeepSeek-V3's report (arXiv 2412.19437, 2.2),
 
-        h'_i = eh_proj [enorm(Emb(t_{i+1})); hnorm(h_i)]
+        h'_i = M [RMSNorm(h_i); RMSNorm(Emb(t_{i+1}))]
 
-    runs the decoder layer over h'_1..i with the rotary position of t_{i+1}, and applies the
-    layer's own last norm. What comes out predicts t_{i+2} through the output head, and is h_{i+1}
-    of the next draft.
+    runs its decoder layer over h'_1..i with the rotary position of t_{i+1}, and applies its own
+    last norm. What comes out predicts t_{i+2} through the output head, and is what the next layer
+    is fed at the same position, joined with t_{i+2}; behind the last layer it stands for h_{i+1},
+    and the last layer goes on with it.
 
-    The report leaves open whether h_i is taken before or after a last norm. Here it is after it
-    throughout: the trunk's last norm for the first draft, the MTP layer's own (`shared_head.norm`)
-    for those behind it, as in transformers and in Megatron-LM, which trains such layers. A second
-    RMSNorm undoes the first one's scale but not its weights, so the two differ. vLLM 0.32 feeds
-    GLM-4 MoE's later drafts the state before the norm; where both were measured, the normed one
-    had more drafts accepted (ROCm/ATOM pull requests 1742 on GLM-5.2, 1764 on DeepSeek-R1).
+    The report leaves open whether h_i is taken before or after a last norm. Where a family does not
+    say otherwise it is after it throughout: the trunk's last norm for the first draft, the MTP
+    layer's own for those behind it, as in transformers and in Megatron-LM, which trains such
+    layers. A second RMSNorm undoes the first one's scale but not its weights, so the two differ.
     """
 
-    taps: tuple[int, ...] = ()
     draft_ids: Tensor | None = None
 
-    def __init__(self, model: Any) -> None:
-        self.embed: Callable[[Tensor], Tensor] = model.embed_tokens
-        self.project: Callable[[Tensor], Tensor] = model.shared_head
-        self._layer = model.layers[0]
-        self._rotary = model.rotary_emb
+    def __init__(
+        self,
+        model: MtpLayers,
+        family: Family,
+        trunk: Trunk,
+        copies: Mapping[tuple[str, int], Tensor] | None = None,
+    ) -> None:
+        """
+        Args:
+            model: the layers.
+            family: whose they are.
+            trunk: whose embedding and output head they share.
+            copies: by part (`embedding`, `output`) and layer, weights that differ from the trunk's.
+        """
+        copies = copies or {}
+        self.model, self.family = model, family
+        self.layers = model.count
+        self.taps: tuple[int, ...] = (trunk.layers,) if family.before_norm else ()
+        trunk.tap(self.taps)
+        self.chained = family.chained
+        embed: Callable[[Tensor], Tensor] = trunk.embed
+        project: Callable[[Tensor], Tensor] = trunk.model.get_output_embeddings()
+        self.embeds = [
+            partial(F.embedding, weight=copies["embedding", k])
+            if ("embedding", k) in copies
+            else embed
+            for k in range(self.layers)
+        ]
+        self.projects = [
+            partial(F.linear, weight=copies["output", k]) if ("output", k) in copies else project
+            for k in range(self.layers)
+        ]
+        self._trunk = trunk
 
     def features(self, output: TrunkOutput) -> Tensor:
-        return output.hidden
+        if not self.family.before_norm:
+            return output.hidden
+        assert output.aux is not None, "the trunk must tap its last layer"
+        return output.aux
 
     def new_cache(self, capacity: int) -> SlotCache:
         return SlotCache(capacity)
 
     @torch.inference_mode()
-    def step(self, tokens: Tensor, hidden: Tensor, span: Span, cache: SlotCache) -> Tensor:
+    def step(
+        self, tokens: Tensor, hidden: Tensor, span: Span, cache: SlotCache, layer: int = 0
+    ) -> Tensor:
         cache.span = span
-        embeds = self.embed(tokens)
-        # The slot is that of the hidden state, the rotary position that of the token.
-        positions = span.positions + 1
-        result: Tensor = self._layer(
-            embeds,
+        result: Tensor = self.model(
+            layer,
+            self.embeds[layer](tokens),
             hidden,
-            position_embeddings=self._rotary(embeds, position_ids=positions),
-            attention_mask=span.mask,
-            position_ids=positions,
-            cache=cache,
+            # The slot is that of the hidden state, the rotary position that of the token.
+            span.positions + 1,
+            self._trunk.mask(self.model.kind(layer), span, self.model.config),
+            cache,
         )
-        return result
+        norm = self.model.joint(layer).norm
+        return result if norm is None or self.family.feeds_raw else norm(result)
 
     @torch.inference_mode()
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.project(hidden)
+    def logits(self, hidden: Tensor, layer: int = 0) -> Tensor:
+        norm = self.model.joint(layer).norm
+        if norm is not None and self.family.feeds_raw:
+            hidden = norm(hidden)
+        return self.projects[layer](hidden)
 
 
 def load_native_head(
@@ -103,39 +130,41 @@ def load_native_head(
     is not run here. Nothing is ever drafted from weights that the files do not hold.
 
     Raises:
-        MtplxError: the tensors of the MTP layer are not those that its family has.
+        MtplxError: the tensors of the MTP layers are not those that the family has.
     """
     if checkpoint.is_gguf:
         if not mtp_layers(checkpoint.gguf_file.tensors, trunk.layers):
             return None, ()
         return None, ("nothing is drafted: the MTP layers of a GGUF file are not run yet",)
     config = json.loads((checkpoint.path / "config.json").read_text(encoding="utf-8"))
-    kind = config["model_type"]
+    kind = trunk.config.model_type
+    family = family_of(kind)
     files = _tensor_files(checkpoint.path)
-    layers = mtp_layers(files, trunk.layers)
+    layers = mtp_layers(files, trunk.layers, family)
+    # What is written counts: transformers' config classes say 1 where nothing is.
+    promised = promised_layers(config)
     if not layers:
-        # What is written counts: transformers' config classes say 1 where nothing is.
-        promised = promised_layers(config)
         if not promised:
             return None, ()
         return None, (
             f"nothing is drafted: config.json promises {promised} MTP layer(s), "
             "but the weight files hold none",
         )
-    if kind not in FAMILIES:
+    if family is None:
         return None, (f"nothing is drafted: the MTP layers of a {kind} model are not run yet",)
     if "quantization_config" in config:
         return None, (
             "nothing is drafted: the MTP layers of a quantised checkpoint are not run yet; "
             "its unquantised form has them",
         )
-    notes: tuple[str, ...] = ()
-    if len(layers) > 1:
-        notes = (
-            f"the checkpoint has {len(layers)} MTP layers: the first one drafts, fed its own "
-            "output beyond one token",
-        )
-    return _load(checkpoint, trunk, {name: files[name] for name in layers[min(layers)]}), notes
+    own = {name: files[name] for names in layers.values() for name in names}
+    head = _load(checkpoint, trunk, family, own)
+    if promised == head.layers:
+        return head, ()
+    named = f"promises {promised} MTP layer(s)" if promised else "names no MTP layers"
+    return head, (
+        f"config.json {named}, and the weight files hold {head.layers}: what they hold drafts",
+    )
 
 
 def _tensor_files(directory: Path) -> dict[str, Path]:
@@ -147,62 +176,88 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
     return files
 
 
-def _load(checkpoint: Checkpoint, trunk: Trunk, files: dict[str, Path]) -> NativeHead:
+def _load(
+    checkpoint: Checkpoint, trunk: Trunk, family: Family, files: Mapping[str, Path]
+) -> NativeHead:
     """The head made of these tensors, all of them and no others.
 
-    `MtpModel.from_pretrained` looks for the layer numbers of the published sizes only, and passes
-    over tensors that it has no place for.
+    transformers passes over tensors that it has no place for, and draws at random what is missing;
+    here either is an error.
     """
+    places = {name: family.translate(name, trunk.layers) for name in files}
+    _require(
+        checkpoint,
+        trunk,
+        "has no place for these of its tensors",
+        [name for name, at in places.items() if not at],
+    )
+    names = {name: place for name, place in places.items() if place}
+    blocks = 1 + max(
+        (_number(ours) for _, ours in names.values() if ours.startswith("blocks.")), default=0
+    )
+    joints = 1 + max(
+        (_number(ours) for _, ours in names.values() if ours.startswith("joints.")), default=0
+    )
+    bias = any(ours.endswith(".join.bias") for _, ours in names.values())
     with reported(checkpoint), ExitStack() as stack:
         opened = {
             file: stack.enter_context(safe_open(file, framework="pt"))
             for file in sorted(set(files.values()))
         }
-        tensors = {name: opened[file].get_slice(name) for name, file in files.items()}
-        copies = {
-            copy: tensors.pop(name)[:].to(trunk.device, trunk.dtype)
-            for copy in (_EMBEDDING, _OUTPUT)
-            for name in files
-            if name.endswith(copy)
-        }
-        with ContextManagers(MtpModel.get_init_context(trunk.dtype, False, False, None)):
-            model = MtpModel(trunk.model, 1)
-        # A span's mask is for fused attention, whichever the trunk runs.
-        model.set_attn_implementation("sdpa")
+        tensors: dict[str, Any] = {}
+        copies: dict[tuple[str, int], Tensor] = {}
+        for name, (layer, ours) in names.items():
+            stored = opened[files[name]].get_slice(name)
+            part = ours.split(".")[2]
+            if part in _COPIES:
+                copies[part, layer] = stored[:].to(trunk.device, trunk.dtype)
+            else:
+                tensors[ours] = stored
+        with ContextManagers(MtpLayers.get_init_context(trunk.dtype, False, False, None)):
+            model = MtpLayers(family, trunk.model, joints, blocks, bias)
+        # Those of the trunk, as a loaded one keeps them; they say how experts are put together.
+        conversions = getattr(trunk.model, "_weight_conversions", None)
+        if conversions is None:
+            conversions = get_model_conversion_mapping(trunk.model)
         report, _ = convert_and_load_state_dict_in_model(
             model=model,
             state_dict=tensors,
             load_config=LoadStateDictConfig(
-                weight_mapping=model.get_weight_conversions(trunk.model),
+                weight_mapping=conversions,
                 device_map={"": trunk.device},
                 dtype=trunk.dtype,
+                dtype_plan=trunk.model._get_dtype_plan(trunk.dtype),
             ),
         )
+    theirs = {ours: name for name, (_, ours) in names.items()}
     wrong = {name for name, *_ in report.mismatched_keys} | set(report.conversion_errors)
-    for problem, names in (
+    for problem, missed in (
         ("has no place for these of its tensors", report.unexpected_keys),
         ("lacks these tensors, or has them in other shapes", report.missing_keys | wrong),
     ):
-        # What belongs to no layer is the trunk's.
-        if names := sorted(name for name in names if name.startswith("layers.")):
-            listed = ", ".join(names).replace("layers.0.", f"model.layers.{trunk.layers}.")
-            raise MtplxError(
-                f"{checkpoint.path}: its MTP layer {problem}: {listed.replace('mtp_block.', '')}; "
-                f"take a {trunk.config.model_type} checkpoint as it was published"
-            )
-    model.tie_with_main_model(trunk.model)
-    head = NativeHead(model.eval().requires_grad_(False))
+        listed = [theirs.get(name) or family.published(name, trunk.layers) for name in missed]
+        _require(checkpoint, trunk, problem, listed)
     # The published copies equal the trunk's; a layer that was trained further has its own.
-    embedding, output = copies.get(_EMBEDDING), copies.get(_OUTPUT)
-    if embedding is not None and not torch.equal(embedding, model.embed_tokens.weight):
-        head.embed = partial(F.embedding, weight=embedding)
-    if output is not None and not _is_made_of(model.shared_head, output):
-        head.project = partial(F.linear, weight=output)
-    return head
+    shared = {"embedding": trunk.embed, "output": trunk.model.get_output_embeddings()}
+    own = {key: tensor for key, tensor in copies.items() if not _is_made_of(shared[key[0]], tensor)}
+    return NativeHead(model.eval().requires_grad_(False), family, trunk, own)
+
+
+def _number(name: str) -> int:
+    return int(name.split(".")[1])
+
+
+def _require(checkpoint: Checkpoint, trunk: Trunk, problem: str, names: list[str]) -> None:
+    """That there are no such tensors."""
+    if names:
+        raise MtplxError(
+            f"{checkpoint.path}: its MTP layer {problem}: {', '.join(sorted(names))}; take a "
+            f"{trunk.config.model_type} checkpoint as it was published"
+        )
 
 
 def _is_made_of(layer: Any, weight: Tensor) -> bool:
-    """Whether this is a linear layer's weight, as the layer keeps it."""
+    """Whether this is a layer's weight, as the layer keeps it."""
     if isinstance(layer, KernelLinear):
         return torch.equal(layer.data, weight.bfloat16())
     return torch.equal(layer.weight, weight)

@@ -157,9 +157,9 @@ class Batch:
         if common is None:
             common = min(len(prompt) - 1, len(prefix.tokens))
         if self.head:
-            # A head joins each token with the one after it, and drafts from the last pair that it
-            # has read itself.
-            common -= 1
+            # A head's layers join each token with those after it, and it drafts from the last pairs
+            # that it has read itself.
+            common -= self.head.head.layers
             if prefix.head is None:
                 return 0
         common = int(prefix.cache.reaches(common))

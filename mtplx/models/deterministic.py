@@ -125,7 +125,7 @@ class DeterministicTrunk(Trunk):
                     taps,
                     with_logits,
                     input_ids=tokens.flatten()[picked][None],
-                    attention_mask=self._mask(view.mask(sight[picked])),
+                    attention_mask=self._mask(view.mask(sight[picked]), self.config),
                     position_ids=positions[picked][None].clamp_max(self.context - 1),
                     cache=view,
                     use_cache=True,

@@ -63,6 +63,16 @@ class Span:
             ahead += span.positions.shape[1]
         return cls(positions, max(span.end for span in spans), start)
 
+    def back(self, count: int) -> Span:
+        """The same, so many positions further back."""
+        start = None if self.start is None else self.start - count
+        return Span(self.positions - count, self.end - count, start)
+
+    def behind(self, count: int) -> Span:
+        """Without its first `count` positions."""
+        start = None if self.start is None else self.start + count
+        return Span(self.positions[:, count:], self.end, start)
+
     @cached_property
     def mask(self) -> Tensor:
         """True where a query may look at a key, [B, 1, T, end] bool."""

@@ -55,6 +55,7 @@ class Trunk:
         deterministic: whether a position comes out the same, to the last bit, in any pass.
         windowed: whether layers that look no further back than a window can be run beyond it;
             where they cannot, it is a limit on the context as well.
+        narrowest: the shortest such window; the context where there is none.
         long: positions from which on a pass is computed in another way than shorter ones, which
             are alike; None where there is no such number.
     """
@@ -74,10 +75,10 @@ class Trunk:
         self.recurrent = over_slots(self.decoder) > 0
         self.context = _context(self.model, self.config, self.recurrent)
         self._windows = _windows(self.config)
-        narrowest = min((size for _, size in self._windows.values()), default=self.context)
+        self.narrowest = min((size for _, size in self._windows.values()), default=self.context)
         if not self.windowed:
-            self.context = min(self.context, narrowest)
-        elif narrowest >= self.context:
+            self.context = min(self.context, self.narrowest)
+        elif self.narrowest >= self.context:
             self._windows = {}
         self.dtype: torch.dtype = self.model.dtype
         self.device: torch.device = self.model.device
@@ -152,30 +153,34 @@ class Trunk:
         """One causal pass over whole texts [B, T], padded on the right; no cache, no logits."""
         return self._run(taps, False, input_ids=tokens, use_cache=False)
 
-    def _masks(self, span: Span) -> Any:
-        """What each kind of layer may look at: one mask, or one by the kind's name."""
-        kinds = set(getattr(self.config, "layer_types", None) or ()) | set(self._windows)
-        masks: dict[str, Tensor | None] = {}
-        for kind in kinds:
-            # A recurrent layer's mask would be about padding, of which there is none.
-            masks[kind] = None if kind in _RECURRENT else self._mask(self._seen_by(kind, span))
-        # transformers takes one mask for all kinds of layers as well.
-        if not self._windows:
-            return self._mask(span.mask)
-        return masks if len(masks) > 1 else masks.popitem()[1]
+    def mask(self, kind: str, span: Span, config: Any = None) -> Tensor:
+        """What a kind of attention may look at.
 
-    def _seen_by(self, kind: str, span: Span) -> Tensor:
-        if kind not in self._windows:
-            return span.mask
-        see, size = self._windows[kind]
-        return see(span, size)
+        Args:
+            kind: one of transformers' `layer_types`.
+            span: of the pass.
+            config: of the layers, where they are not the trunk's own.
+        """
+        see, size = self._windows.get(kind, (None, 0))
+        return self._mask(span.mask if see is None else see(span, size), config or self.config)
 
-    def _mask(self, mask: Tensor) -> Tensor:
-        if self.config._attn_implementation != "eager":
+    def _mask(self, mask: Tensor, config: Any) -> Tensor:
+        if config._attn_implementation != "eager":
             return mask
         # Models without a fused attention add their mask to the scores.
         hidden = torch.finfo(self.dtype).min
         return torch.zeros_like(mask, dtype=self.dtype).masked_fill(~mask, hidden)
+
+    def _masks(self, span: Span) -> Any:
+        """What each kind of layer may look at: one mask, or one by the kind's name."""
+        kinds = set(getattr(self.config, "layer_types", None) or ()) | set(self._windows)
+        # transformers takes one mask for all kinds of layers as well.
+        if not self._windows:
+            return self.mask("full_attention", span)
+        if len(kinds) == 1:
+            return self.mask(kinds.pop(), span)
+        # A recurrent layer's mask would be about padding, of which there is none.
+        return {kind: None if kind in _RECURRENT else self.mask(kind, span) for kind in kinds}
 
     def _run(self, taps: Sequence[int], with_logits: bool, **inputs: Any) -> TrunkOutput:
         self.tap(taps)

@@ -32,9 +32,9 @@ def test_postponed_refills_show_in_no_draft(trunk, head, monkeypatch, most, prom
 def test_postponed_refills_are_made_up_for_in_one_step(trunk, head, monkeypatch):
     widths, right = [], type(head).step
 
-    def step(self, tokens, hidden, span, cache):
+    def step(self, tokens, *others):
         widths.append(tokens.shape[1])
-        return right(self, tokens, hidden, span, cache)
+        return right(self, tokens, *others)
 
     monkeypatch.setattr(type(head), "step", step)
     # Two tokens of the prompt; four cycles without a draft; a draft of two and what it leaves.

@@ -75,7 +75,7 @@ def watch_drafts(cycles, batch):
 
     def recording(*args, **kwargs):
         seen: list[Tensor] = []
-        batch.head.head.logits = lambda hidden: seen.append(logits(hidden)) or seen[-1]
+        batch.head.head.logits = lambda *of: seen.append(logits(*of)) or seen[-1]
         result = draft(*args, **kwargs)
         del batch.head.head.logits
         for row, slot in enumerate(batch.slots):
@@ -118,7 +118,10 @@ class TheirMtp:
     def __init__(self, directory):
         self.trunk = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
         # It knows the layer numbers of the published sizes only.
-        self.trunk._keys_to_ignore_on_load_unexpected = [r"model\.layers\.2\..*"]
+        count = self.trunk.config.num_mtp_layers
+        self.trunk._keys_to_ignore_on_load_unexpected = [
+            rf"model\.layers\.{tiny_native.TRUNK_LAYERS + k}\..*" for k in range(count)
+        ]
         self.model = MtpModel.from_pretrained(self.trunk).eval()
         self.cache = MtpCache(config=self.trunk.config.get_mtp_config())
         self.read = 0
@@ -270,10 +273,10 @@ def test_a_layer_may_have_an_embedding_and_output_head_of_its_own(tmp_path, dire
     _, head, notes = load(tmp_path)
     hidden, tokens = torch.randn(3, tiny_native.HIDDEN), torch.tensor([[5, 0]])
     torch.testing.assert_close(head.logits(hidden), hidden @ own["out"].T)
-    torch.testing.assert_close(head.embed(tokens), own["in"][tokens])
+    torch.testing.assert_close(head.embeds[0](tokens), own["in"][tokens])
     assert notes == ()
     shared, embed = loaded[1], loaded[0].embed
-    assert shared.embed is embed and shared.project is loaded[0].model.lm_head
+    assert shared.embeds == [embed] and shared.projects == [loaded[0].model.lm_head]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -317,7 +320,7 @@ def test_a_trunk_in_tiles_has_the_same_head(tmp_path, loaded, own):
     hidden = torch.randn(3, tiny_native.HIDDEN)
     expected = loaded[1].logits(hidden) * (-2 if own else 1)
     torch.testing.assert_close(head.logits(hidden), expected, rtol=0.02, atol=0.02)
-    assert (head.project is model.lm_head) == (not own)
+    assert (head.projects[0] is model.lm_head) == (not own)
     # What is drafted is verified, so that the text is the trunk's own.
     assert decode(trunk, head, PROMPTS, 2)[0] == decode(trunk, None, PROMPTS, 0)[0]
 
@@ -377,18 +380,76 @@ def test_a_promise_by_either_name_is_a_note(tmp_path, key):
     assert (mtp.kind, mtp.layers) == ("missing", 2)
 
 
+SEVERAL = 3
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory):
+    """A checkpoint with three layers, as DeepSeek's report has them."""
+    directory = tmp_path_factory.mktemp("several")
+    return tiny_native.write(directory, "deepseek_v3", mtp_layers=SEVERAL)
+
+
+class Chain(TheirMtp):
+    """transformers' own way through several layers, one draft each, over a whole text."""
+
+    def drafts(self, known, drafted):
+        """Logits of each draft; the tokens behind the text are given."""
+        texts = torch.tensor([known])
+        hidden = self.trunk(texts[:, :-1], output_hidden_states=True).hidden_states[-1]
+        rows, tokens = [], torch.tensor([[*known[1:], *drafted]])
+        for layer in range(len(drafted)):
+            count = hidden.shape[1]
+            ids = tokens[:, layer : layer + count]
+            positions = torch.arange(1, count + 1)[None] + layer
+            embeds = self.model.embed_tokens(ids)
+            hidden = self.model.layers[layer](
+                embeds,
+                hidden,
+                position_embeddings=self.model.rotary_emb(embeds, position_ids=positions),
+                attention_mask=None,
+                position_ids=positions,
+                cache=None,
+            )
+            rows.append(self.model.shared_head(hidden[0, -1]))
+        return torch.stack(rows)
+
+
 @pytest.mark.slow
-def test_the_first_of_several_layers_drafts_and_a_note_says_so(tmp_path, directory, loaded):
-    tiny_native.write(tmp_path, loaded[0].config.model_type, mtp_layers=2)
-    trunk, head, notes = load(tmp_path)
-    assert len(notes) == 1 and "2 MTP layers" in notes[0]
-    reference = StraightLine(tmp_path)
+def test_each_of_several_layers_drafts_one_token(several):
+    """The first three drafts are those of three layers, behind every kind of cycle."""
+    trunk, head, notes = load(several)
+    assert (head.layers, notes) == (SEVERAL, ())
+    theirs = Chain(several)
     cycles: list = []
-    decode(trunk, head, PROMPTS[:1], 2, watch=partial(watch_drafts, cycles))
-    for _, known, drafted, logits in cycles:
-        expected = reference.logits(known, drafted.tolist())
-        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
-    assert find_head(Checkpoint("tiny", tmp_path), trunk, None).notes == notes
+    _, stats = decode(trunk, head, PROMPTS, 3, SAMPLED, 32, partial(watch_drafts, cycles))
+    with torch.inference_mode():
+        for _, known, drafted, logits in cycles:
+            # A layer needs as many tokens before its first position.
+            if len(known) > 1:
+                expected = theirs.drafts(known, drafted.tolist())
+                torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    kept = torch.tensor([s.accepted_by_position[:3] for s in stats]).sum(0).tolist()
+    assert len(cycles) > kept[0] > kept[2] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_with_several_layers_the_greedy_text_is_the_trunks(several, depth):
+    trunk, head, _ = load(several)
+    expected, _ = decode(trunk, None, PROMPTS, 0)
+    assert decode(trunk, head, PROMPTS, depth)[0] == expected
+    assert decode(trunk, head, PROMPTS[1:2], depth)[0] == expected[1:2]
+
+
+@pytest.mark.parametrize(
+    ("promised", "named"), [(0, "names no MTP layers"), (3, "promises 3 MTP layer(s)")]
+)
+def test_the_files_say_how_many_layers_there_are(tmp_path, promised, named):
+    tiny_native.write(tmp_path, "deepseek_v3", mtp_layers=2, promised=promised)
+    _, head, notes = load(tmp_path)
+    assert head.layers == 2
+    assert notes == (f"config.json {named}, and the weight files hold 2: what they hold drafts",)
 
 
 def test_a_quantised_layer_is_left_alone_with_a_note(tmp_path, directory, loaded):

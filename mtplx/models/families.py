@@ -1,0 +1,205 @@
+"""Families of checkpoints with MTP layers: what their tensors are called and how they are wired.
+
+All of them join the embedding of a token with a hidden state of the position before, each behind a
+norm of its own, by one matrix; run a decoder layer of the trunk's kind over what comes out; and put
+a last norm over that. They differ in names, in the kind of the decoder layer, and in the points
+below. docs/adding-a-family.md says how one is added.
+
+Where implementations differ in what is fed to a head, docs/models.md says which is followed here
+and why.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+Settings = Callable[[Any, int], Mapping[str, Any]]
+"""(the trunk's config, how many decoder layers) -> what the config of the head's layers has
+instead."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a family names and wires its MTP layers.
+
+    Attributes:
+        types: `model_type` of the trunk's config.
+        joint: what comes before the names of norms and matrices around the decoder layer, with
+            `{}` for the layer's number, if that has one.
+        block: what comes before the decoder layer's own names, likewise.
+        parts: the name of each part behind `joint`, and what it is here: `embedding_norm`,
+            `hidden_norm`, `join`, `norm`; `embedding` and `output` for copies of the trunk's.
+        renamed: names within the decoder layer that transformers has otherwise.
+        settings: of the decoder layers.
+        behind_trunk: layers are numbered on behind the trunk's.
+        in_one: the numbers are those of several decoder layers in one MTP layer.
+        hidden_first: the matrix has the hidden state's columns before the embedding's.
+        before_norm: the trunk's state is taken before its last norm.
+        feeds_raw: what is fed to the next draft is taken before the layer's own last norm.
+        chained: a layer is fed what the one before it computes; else all are fed the trunk's state.
+    """
+
+    types: tuple[str, ...]
+    joint: str
+    block: str
+    parts: Mapping[str, str]
+    settings: Settings
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    behind_trunk: bool = False
+    in_one: bool = False
+    hidden_first: bool = False
+    before_norm: bool = False
+    feeds_raw: bool = False
+    chained: bool = True
+
+    def translate(self, name: str, trunk_layers: int) -> tuple[int, str] | None:
+        """A published tensor's place: the number of its layer, and its name in `MtpLayers`.
+
+        None for a tensor that is none of an MTP layer's.
+        """
+        # What a model of text and images puts before the names of its language model.
+        name = name.replace("language_model.", "", 1)
+        first = trunk_layers if self.behind_trunk else 0
+        if match := self._joint.match(name):
+            number = int(match["number"] or first) - first if "number" in match.groupdict() else 0
+            layer = 0 if self.in_one else number
+            return (layer, f"joints.{layer}.{self.parts[match['part']]}.{match['kind']}")
+        if match := self._block.match(name):
+            number = int(match["number"]) - first
+            if number >= 0:
+                rest = match["rest"]
+                for theirs, ours in self.renamed.items():
+                    rest = rest.replace(theirs, ours)
+                return (0 if self.in_one else number), f"blocks.{number}.{rest}"
+        return None
+
+    def published(self, name: str, trunk_layers: int) -> str:
+        """The name that `translate` makes this one of, as far as it tells."""
+        kind, number, rest = name.split(".", 2)
+        shown = str(int(number) + (trunk_layers if self.behind_trunk else 0))
+        if kind == "blocks":
+            for theirs, ours in self.renamed.items():
+                rest = rest.replace(ours, theirs)
+            return self.block.replace("{}", shown) + rest
+        part, suffix = rest.split(".", 1)
+        theirs = next(theirs for theirs, ours in self.parts.items() if ours == part)
+        return f"{self.joint.replace('{}', shown)}{theirs}.{suffix}"
+
+    @property
+    def has_norm(self) -> bool:
+        """Whether there is a norm behind the decoder layer."""
+        return "norm" in self.parts.values()
+
+    @cached_property
+    def _joint(self) -> re.Pattern[str]:
+        parts = "|".join(map(re.escape, self.parts))
+        return re.compile(rf"{_numbered(self.joint)}(?P<part>{parts})\.(?P<kind>weight|bias)$")
+
+    @cached_property
+    def _block(self) -> re.Pattern[str]:
+        return re.compile(rf"{_numbered(self.block)}(?P<rest>.+)$")
+
+
+def _numbered(place: str) -> str:
+    return re.escape(place).replace(r"\{\}", r"(?P<number>\d+)")
+
+
+_DEEPSEEK_PARTS = {
+    "enorm": "embedding_norm",
+    "hnorm": "hidden_norm",
+    "eh_proj": "join",
+    "shared_head.norm": "norm",
+    "shared_head.head": "output",
+    "embed_tokens": "embedding",
+}
+_QWEN_PARTS = {
+    "pre_fc_norm_embedding": "embedding_norm",
+    "pre_fc_norm_hidden": "hidden_norm",
+    "fc": "join",
+    "norm": "norm",
+}
+
+FAMILIES = (
+    # DeepSeek-V3's report (arXiv 2412.19437, section 2.2), and the GLM-4.5 report after it.
+    Family(
+        types=("deepseek_v3", "glm4_moe"),
+        joint="model.layers.{}.",
+        block="model.layers.{}.",
+        parts=_DEEPSEEK_PARTS,
+        settings=lambda config, count: {"first_k_dense_replace": 0},
+        behind_trunk=True,
+    ),
+    # The one layer of Qwen3-Next, Qwen3.5 and 3.6; `mtp` stands outside the language model.
+    Family(
+        types=("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
+        joint="mtp.",
+        block="mtp.layers.{}.",
+        parts=_QWEN_PARTS,
+        settings=lambda config, count: {
+            "layer_types": ["full_attention"] * count,
+            "mlp_only_layers": [],
+            "decoder_sparse_step": 1,
+        },
+    ),
+)
+
+
+def family_of(model_type: str) -> Family | None:
+    """The family with this type of trunk, if its MTP layers are run."""
+    # A config of text and images has another type than that of its text part.
+    types = (model_type, f"{model_type}_text")
+    return next((family for family in FAMILIES if set(types) & set(family.types)), None)
+
+
+# What config.json calls its number of MTP layers.
+_PROMISES = (
+    "num_nextn_predict_layers",  # DeepSeek, GLM, MiMo and most others
+    "mtp_num_hidden_layers",  # Qwen3.5 and later
+    "num_mtp_modules",  # MiniMax
+)
+
+
+def promised_layers(config: Mapping[str, Any]) -> int:
+    """How many MTP layers a config.json promises; what it leaves out counts as none."""
+    # A model of text and images keeps its language model's numbers in a config of their own.
+    text = {**config, **(config.get("text_config") or {})}
+    return next((int(text[key]) for key in _PROMISES if text.get(key)), 0)
+
+
+# Anchored, so that the layers of a vision tower are not taken for more of the trunk's.
+_LAYER = re.compile(r"^(?:(?:model|language_model)\.)*layers\.(\d+)\.|^blk\.(\d+)\.")
+_MODULE = re.compile(r"(?:^|\.)mtp\w*\.(?:\w+\.)?(?:(\d+)\.)?")
+
+
+def mtp_layers(
+    names: Iterable[str], trunk_layers: int | None, family: Family | None = None
+) -> dict[int, list[str]]:
+    """The tensors of each MTP layer among a checkpoint's, by the layer's number, from 0 on.
+
+    Told from names alone: in the layout of DeepSeek and GLM, and in GGUF files, layers are numbered
+    on behind the trunk's last; other families have a module with a name of its own.
+
+    Args:
+        names: of all tensors.
+        trunk_layers: how many layers the trunk has; None where that is not known, and no numbered
+            layer is then taken for an MTP layer.
+        family: says which layer a tensor belongs to, where it is known.
+    """
+    layers: dict[int, list[str]] = {}
+    for name in names:
+        if match := _LAYER.match(name):
+            number = int(match[1] or match[2])
+            if trunk_layers is None or number < trunk_layers:
+                continue
+            number -= trunk_layers
+        elif match := _MODULE.search(name):
+            number = int(match[1] or 0)
+        else:
+            continue
+        place = family.translate(name, trunk_layers or 0) if family else None
+        layers.setdefault(place[0] if place else number, []).append(name)
+    return dict(sorted(layers.items()))
