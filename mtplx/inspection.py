@@ -241,11 +241,6 @@ class _Facts:
 
 def _directory_facts(checkpoint: Checkpoint) -> _Facts:
     config = json.loads((checkpoint.path / "config.json").read_text(encoding="utf-8"))
-    if config.get("speculators_model_type"):
-        raise MtplxError(
-            f"{checkpoint.path}: this is a head, not a model: give the model it was trained for, "
-            f"with --head {checkpoint.path}"
-        )
     # A model of text and images keeps its language model's numbers in a config of their own.
     text = {**config, **(config.get("text_config") or {})}
     quantisation = config.get("quantization_config")
@@ -348,33 +343,28 @@ def _attached_head(
 ) -> tuple[MtpLayers, str | None]:
     """A head's size and depth, and why it cannot be attached, if it cannot."""
     from mtplx.drafters.attached import AttachedHead
-    from mtplx.models.eagle3 import WEIGHTS_FILE, Eagle3Config, Eagle3Head
+    from mtplx.models.eagle3 import load_head
+    from mtplx.models.head_files import read_tensors, weights_file
 
-    path = directory / "config.json"
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise MtplxError(f"{path}: no head there: cannot be read as JSON ({error})") from None
-    tensors = read_header(directory / WEIGHTS_FILE).values()
+    tensors = read_tensors(weights_file(directory), meta=True).values()
     depth, complaint = None, None
     try:
-        config = Eagle3Config.from_dict(raw, str(path), trunk_layers)
-        depth = config.depth
+        head = load_head(directory, trunk_layers, meta=True)
+        depth = head.config.depth
         if trunk is not None:
-            with torch.device("meta"):
-                AttachedHead(Eagle3Head(config), trunk)
+            AttachedHead(head, trunk)
     except MtplxError as error:
         complaint = str(error)
-    head = MtpLayers(
+    found = MtpLayers(
         kind="attached",
         layers=1,
-        parameters=sum(tensor.parameters for tensor in tensors),
-        bytes=sum(tensor.bytes for tensor in tensors),
+        parameters=sum(tensor.numel() for tensor in tensors),
+        bytes=sum(tensor.nbytes for tensor in tensors),
         where=str(directory),
         depth=depth,
         usable=complaint is None and trunk is not None,
     )
-    return head, complaint
+    return found, complaint
 
 
 # --- whether it runs here --------------------------------------------------------------------

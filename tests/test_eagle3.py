@@ -56,6 +56,9 @@ class Reference:
         assert last not in self.config.aux_layer_ids, "transformers norms its last state"
         joined = torch.cat([states.hidden_states[i] for i in self.config.aux_layer_ids], -1)
         joined = joined[0].double().numpy()
+        if self.config.fc_norm:
+            parts = np.split(joined, 3, -1)
+            joined = np.concatenate([self.norm(p, f"fc_norm.{i}") for i, p in enumerate(parts)], -1)
         if self.config.norm_before_fc:
             joined = self.norm(joined, "input_norm")
         return self.linear(joined, "fc")
@@ -114,6 +117,7 @@ FLAGS = [
     {},
     {"norm_before_residual": False},
     {"norm_before_fc": True},
+    {"fc_norm": True},
     {"norm_output": True},
     {"norm_before_residual": False, "norm_before_fc": True, "norm_output": True},
 ]
@@ -127,7 +131,7 @@ def test_drafts_follow_the_description(trunk, monkeypatch, flags):
     seen, drafts = [], []
     plain_logits, plain_verify = attached.logits, decoding.verify
 
-    def logits(hidden):
+    def logits(hidden, layer=0):
         seen.append(plain_logits(hidden))
         return seen[-1]
 
@@ -260,14 +264,15 @@ def edit_tensors(directory, change):
     save_file(tensors, path)
 
 
-def test_what_a_public_head_may_leave_out_or_add(trunk, tmp_path):
+def test_what_a_public_head_may_leave_out_or_add(tmp_path):
+    trunk = tiny.llama(vocab_size=11, layers=8)
     head = tiny.eagle3(trunk)
     save_head(head, tmp_path, torch.float32)
 
     def change(tensors):
         # Over the whole vocabulary no map is needed; a copy of the trunk's embedding is allowed.
         del tensors["d2t"], tensors["t2d"]
-        tensors["embed_tokens.weight"] = torch.zeros(11, 16)
+        tensors["embed_tokens.weight"] = trunk.embed.weight.clone()
 
     edit_tensors(tmp_path, change)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -279,6 +284,8 @@ def test_what_a_public_head_may_leave_out_or_add(trunk, tmp_path):
     assert again.t2d.all()
     assert again.config.aux_layer_ids == (2, 4, 5)
     assert (again.config.depth, again.config.verifier_name) == (3, None)
+    assert again.embed_tokens is not None
+    assert AttachedHead(again, trunk).head.embed_tokens is None
 
 
 @pytest.mark.parametrize(
@@ -292,22 +299,25 @@ def test_what_a_public_head_may_leave_out_or_add(trunk, tmp_path):
         ),
         ({"transformer_layer_config": {"model_type": "qwen3"}}, "type 'qwen3' are not supported"),
         ({"transformer_layer_config": "llama"}, "is 'llama', not of type object"),
-        ({"transformer_layer_config": {"hidden_size": "wide"}}, "makes no layer: .*hidden_size"),
-        ({"transformer_layer_config": {"hidden_size": 0}}, "makes no layer: "),
-        ({"transformer_layer_config": {"num_attention_heads": 0}}, "makes no layer: "),
+        (
+            {"transformer_layer_config": {"hidden_size": "wide"}},
+            "make no decoder layer: .*hidden_size",
+        ),
+        ({"transformer_layer_config": {"hidden_size": 0}}, "make no decoder layer: "),
+        ({"transformer_layer_config": {"num_attention_heads": 0}}, "make no decoder layer: "),
         (
             {"transformer_layer_config": {"num_attention_heads": 4, "num_key_value_heads": 3}},
-            "makes no layer: .*num_key_value_heads 3",
+            "make no decoder layer: .*num_key_value_heads 3",
         ),
         (
             {"transformer_layer_config": {"rope_parameters": {"rope_type": "spiral"}}},
-            "makes no layer: ",
+            "make no decoder layer: ",
         ),
         ({"eagle_aux_hidden_state_layer_ids": 3}, "layer_ids is 3, not of type array"),
         ({"eagle_aux_hidden_state_layer_ids": [0, "1", 2]}, "do not name three"),
         ({"eagle_aux_hidden_state_layer_ids": [0, True, 2]}, "do not name three"),
         ({"draft_vocab_size": "8k"}, "draft_vocab_size is '8k', not of type integer"),
-        ({"draft_vocab_size": -1}, r"draft_vocab_size \(-1\) .* must be 1 or more"),
+        ({"draft_vocab_size": -1}, r"draft_vocab_size \(-1\), .* must be 1 or more"),
         ({"speculators_config": []}, "speculators_config is .., not of type object"),
         (
             {"speculators_config": {"proposal_methods": [{"speculative_tokens": "3"}]}},
@@ -315,8 +325,13 @@ def test_what_a_public_head_may_leave_out_or_add(trunk, tmp_path):
         ),
         ({"speculators_config": {"verifier": "org/name"}}, "verifier is 'org/name', not of type"),
         ({"transformer_layer_config": {"num_hidden_layers": 2}}, "more than one decoder layer"),
-        ({"fc_norm": True}, "fc_norm"),
-        ({"target_hidden_size": 24}, "target_hidden_size is 24, but the head is"),
+        (
+            {"fc_norm": True},
+            r"missing \['fc_norm.0.weight', 'fc_norm.1.weight', 'fc_norm.2.weight'\]",
+        ),
+        ({"target_hidden_size": 24}, "does not fit its config.json: .*fc.weight"),
+        ({"target_hidden_size": -1}, r"target_hidden_size \(-1\) must be 1 or more"),
+        ({"transformer_layer_config": {"hidden_act": "gelu"}}, "hidden_act is 'gelu'; only 'silu'"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, "do not name three of the trunk's 4 layers"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2, 5]}, "do not name three"),
         ({"draft_vocab_size": 6}, "does not fit its config.json: .*lm_head.weight"),
@@ -347,6 +362,11 @@ def test_a_damaged_config_is_one_line(saved, text):
         (lambda t: t["d2t"].__setitem__(4, 100), "d2t points outside the vocabulary of 11 tokens"),
         (lambda t: t["d2t"].__setitem__(0, -1), "d2t points outside"),
         (lambda t: t["d2t"].__setitem__(1, -1), "d2t names a token twice"),
+        (lambda t: t["t2d"].logical_not_(), "t2d does not mark the 5 tokens that d2t names"),
+        (
+            lambda t: t.update({"embed_tokens.weight": torch.ones(11, 8)}),
+            r"does not fit its config.json: embed_tokens.weight is torch.float32 \[11, 8\], not",
+        ),
     ],
 )
 def test_damaged_tensors_are_named(saved, change, says):

@@ -29,7 +29,10 @@ from mtplx.models.trunk import Trunk, TrunkOutput
 
 
 class AttachedHead:
-    """Binds a head to the trunk whose states it is fed and whose embedding it shares."""
+    """Binds a head to the trunk whose states it is fed.
+
+    They share the trunk's embedding, unless the head has another one of its own.
+    """
 
     layers = 1
     chained = True
@@ -43,19 +46,29 @@ class AttachedHead:
         Raises:
             MtplxError: the head was made for a trunk of another shape.
         """
-        layer = head.config.layer
-        if layer.hidden_size != trunk.hidden_size or layer.vocab_size != trunk.vocab_size:
+        config = head.config
+        if (config.trunk_hidden_size, config.layer.vocab_size) != (
+            trunk.hidden_size,
+            trunk.vocab_size,
+        ):
             raise MtplxError(
-                f"the head was made for a trunk of hidden size {layer.hidden_size} and "
-                f"{layer.vocab_size} tokens; this one has {trunk.hidden_size} and "
+                f"the head was made for a trunk of hidden size {config.trunk_hidden_size} and "
+                f"{config.layer.vocab_size} tokens; this one has {trunk.hidden_size} and "
                 f"{trunk.vocab_size}"
+            )
+        if head.embed_tokens is not None and _is_copy(head.embed_tokens, trunk.embed):
+            head.embed_tokens = None
+        if head.embed_tokens is None and config.layer.hidden_size != trunk.hidden_size:
+            raise MtplxError(
+                f"the head is {config.layer.hidden_size} wide and its trunk {trunk.hidden_size}: "
+                "it needs an embedding of its own, and its file has no embed_tokens.weight"
             )
         self._dtype = dtype or trunk.dtype
         self.head = head.cast(self._dtype).to(trunk.device)
         self.taps: tuple[int, ...] = head.config.aux_layer_ids
         trunk.tap(self.taps)
         self.draft_ids: Tensor | None = head.draft_ids
-        self._embed = trunk.embed
+        self._embed = self.head.embed_tokens or trunk.embed
 
     def features(self, output: TrunkOutput) -> Tensor:
         assert output.aux is not None, "the trunk must tap the head's layers"
@@ -70,12 +83,22 @@ class AttachedHead:
         self, tokens: Tensor, hidden: Tensor, span: Span, cache: KVSlots, layer: int = 0
     ) -> Tensor:
         attend = partial(_attend, span, cache)
-        result: Tensor = self.head(self._embed(tokens), hidden, span.positions, attend)
+        embeds = self._embed(tokens).to(self._dtype)
+        result: Tensor = self.head(embeds, hidden, span.positions, attend)
         return result
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor, layer: int = 0) -> Tensor:
         return self.head.logits(hidden)
+
+
+def _is_copy(own: nn.Embedding, embed: nn.Module) -> bool:
+    """Whether a head's embedding is its trunk's once more, as files of heads often have it."""
+    # Other classes may scale what they look up, and the head was trained on what it has.
+    if type(embed) is not nn.Embedding or embed.weight.device.type == "meta":
+        return False
+    mine, trunks = own.weight, embed.weight
+    return mine.shape == trunks.shape and torch.equal(mine.to(trunks), trunks)
 
 
 def _attend(span: Span, cache: KVSlots, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -115,7 +138,7 @@ class FusedHead(AttachedHead):
             [parts],
             head.norm.weight,
             self._output,
-            trunk.embed.weight,
+            self._embed.weight,
             (layer.input_layernorm.weight, layer.hidden_norm.weight),
             head.config.norm_before_residual,
         )
@@ -123,9 +146,7 @@ class FusedHead(AttachedHead):
     def features(self, output: TrunkOutput) -> Tensor:
         aux = output.aux
         assert aux is not None, "the trunk must tap the head's layers"
-        if self.head.input_norm is not None:
-            aux = self.head.input_norm(aux)
-        return self._fuse.forward(aux)
+        return self._fuse.forward(self.head.normed(aux))
 
     def new_cache(self, capacity: int) -> Any:
         return FusedSlots(self._layers, capacity, torch.bfloat16)
@@ -162,7 +183,7 @@ def attach(head: Eagle3Head, trunk: Trunk) -> AttachedHead:
     library = kernels.find() if trunk.device.type == "cpu" else None
     reference = trunk.dtype == torch.float32 and not isinstance(trunk, FusedTrunk)
     # Other classes may scale what they look up.
-    plain = type(trunk.embed) is nn.Embedding
+    plain = head.embed_tokens is not None or type(trunk.embed) is nn.Embedding
     fits = plain and heads_misfit(head.config.layer, head.rotary) is None
     if library and not reference and fits:
         return FusedHead(head, trunk, library)

@@ -15,7 +15,7 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -29,6 +29,8 @@ from mtplx.errors import MtplxError
 from mtplx.kernels import Kernels
 from mtplx.models import gguf, gguf_tokenizer, gguf_weights
 from mtplx.models.blocks import Bits
+from mtplx.models.eagle3_original import is_head
+from mtplx.models.head_files import PICKLED
 from mtplx.models.rounding import Report, Rounder
 
 # As in `gguf`: transformers is imported where it is needed, so that a mistyped path does not
@@ -180,7 +182,7 @@ def locate_head(head: str | os.PathLike[str]) -> Path:
     name = os.fspath(head)
     if isinstance(head, os.PathLike) or path.exists() or not _HUB_ID.fullmatch(name):
         raise MtplxError(f"{name}: no head there; give a head's directory or a hub id (org/name)")
-    return _download(name)
+    return _download(name, [*_HUB_FILES, PICKLED])
 
 
 def _locate_built_in(name: str) -> Checkpoint:
@@ -205,14 +207,16 @@ def _locate_built_in(name: str) -> Checkpoint:
     return Checkpoint(name, path, found, packaged.origin, packaged.sampling)
 
 
-def _download(repository: str) -> Path:
+def _download(repository: str, files: Sequence[str] = _HUB_FILES) -> Path:
     """A hub repository's files on this disk, without anything that could be run."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     try:
         return Path(
-            snapshot_download(repository, allow_patterns=_HUB_FILES, ignore_patterns=_NOT_HUB_FILES)
+            snapshot_download(
+                repository, allow_patterns=list(files), ignore_patterns=_NOT_HUB_FILES
+            )
         )
     except GatedRepoError as error:
         raise MtplxError(
@@ -237,6 +241,11 @@ def _check_directory(path: Path) -> None:
     config = _read_json(path / "config.json")
     if not config:
         raise MtplxError(f"{path}: no config.json there, so it is no model in Hugging Face layout")
+    if is_head(config):
+        raise MtplxError(
+            f"{path}: this is a head, not a model: give the model it was trained for, "
+            f"with --head {path}"
+        )
     shards = weight_files(path)
     if not shards:
         raise MtplxError(

@@ -19,7 +19,8 @@ import torch
 
 from mtplx.drafters.attached import AttachedHead
 from mtplx.errors import MtplxError
-from mtplx.models.eagle3 import WEIGHTS_FILE, Eagle3Head, load_head
+from mtplx.models.eagle3 import Eagle3Head, load_head
+from mtplx.models.head_files import weights_file
 from mtplx.models.linear import KernelLinear
 from mtplx.training.kept import replacing, require_same
 from mtplx.training.report import Acceptance, held_out_acceptance, write_card, write_report
@@ -155,7 +156,13 @@ def _started(directory: Path, trunk: Trunk) -> Eagle3Head:
     """The head to begin from, ready to be trained."""
     head = load_head(directory, trunk.layers)
     # Its fit to the trunk is checked where the two are joined for use, so by the same code here.
-    AttachedHead(load_head(directory, trunk.layers), trunk)
+    joined = AttachedHead(load_head(directory, trunk.layers), trunk)
+    if joined.head.embed_tokens is not None:
+        raise MtplxError(
+            f"{directory}: the head has an embedding of its own (embed_tokens.weight); only heads "
+            "that share their trunk's can be trained on"
+        )
+    head.embed_tokens = None
     return head.cast(torch.float32).train().requires_grad_(True)
 
 
@@ -205,7 +212,7 @@ def _text(
     run, whole = directory / RUN, directory / TEXT
     parts = [Conversations.load(path) for path in files]
     begun = essentials(llm.trunk, config)
-    begun["--from"] = start and hashlib.sha256((start / WEIGHTS_FILE).read_bytes()).hexdigest()
+    begun["--from"] = start and hashlib.sha256(weights_file(start).read_bytes()).hexdigest()
     # Once the text is whole it need not be named again.
     if parts or not whole.exists():
         begun["--text"] = [part.hash() for part in parts]

@@ -149,7 +149,7 @@ class Trainer:
         self.head, self.states, self.config, self.directory = head, states, config, directory
         self.train_rows = train
         self.scale = stream_sizes(states, train)
-        if head.input_norm is not None:
+        if head.config.norm_before_fc or head.config.fc_norm:
             # A norm of its own weighs the channels, and no scale folds through it.
             self.scale = torch.ones_like(self.scale)
         with torch.no_grad():

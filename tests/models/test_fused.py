@@ -2,6 +2,7 @@
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import scheduled
@@ -265,13 +266,21 @@ def test_threads_do_not_disturb_each_other():
                 assert torch.equal(output.aux, alone.aux)
 
 
-def eagle3(norms=False, **changes):
-    """A random head for these sizes; its inputs are cut into blocks but for the MLP's."""
+def eagle3(norms=False, own=False, **changes):
+    """A random head for these sizes; its inputs are cut into blocks but for the MLP's.
+
+    With an embedding of its `own` it is wider than the trunk.
+    """
     layer = {k: v for k, v in SIZES.items() if k not in ("num_hidden_layers", "initializer_range")}
     layer |= {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
     torch.manual_seed(3)
+    if own:
+        changes |= {"hidden_size": 64, "intermediate_size": 96}
     config = Eagle3Config(LlamaConfig(**layer | changes), 60, (0, 1, 3), norms, norms, norms)
+    config = replace(config, fc_norm=own, target_hidden_size=32)
     head = Eagle3Head(config)
+    if own:
+        head.embed_tokens = torch.nn.Embedding(config.layer.vocab_size, 64, dtype=torch.bfloat16)
     head.set_vocabulary(torch.arange(0, 60) + 20)
     return head.eval().requires_grad_(False)
 
@@ -288,6 +297,7 @@ def beside_a_head(cache_dtype=torch.bfloat16):
     [
         ({}, FusedHead),
         ({"norms": True}, FusedHead),
+        ({"own": True}, FusedHead),
         ({"attention_bias": True, "mlp_bias": True}, FusedHead),
         ({"num_attention_heads": 2, "head_dim": 32}, FusedHead),
         ({"intermediate_size": 50}, FusedHead),  # no whole groups
