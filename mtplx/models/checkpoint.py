@@ -27,14 +27,14 @@ from safetensors import SafetensorError, safe_open
 
 from mtplx.errors import MtplxError
 from mtplx.kernels import Kernels
-from mtplx.models import gguf, gguf_tokenizer, gguf_weights
+from mtplx.models import gguf, gguf_families, gguf_tokenizer, gguf_weights
 from mtplx.models.blocks import Bits
 from mtplx.models.eagle3_original import is_head
 from mtplx.models.head_files import PICKLED
 from mtplx.models.rounding import Report, Rounder
 
-# As in `gguf`: transformers is imported where it is needed, so that a mistyped path does not
-# take seconds to say so.
+# As in `gguf_families`: transformers is imported where it is needed, so that a mistyped path does
+# not take seconds to say so.
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -316,7 +316,7 @@ def load_config(checkpoint: Checkpoint) -> PreTrainedConfig:
 
     with reported(checkpoint):
         if checkpoint.is_gguf:
-            return gguf.load_config(checkpoint.gguf_file)
+            return gguf_families.load_config(checkpoint.gguf_file)
         declared = _read_json(checkpoint.path / "config.json")
         model_type = declared.get("model_type")
         if model_type not in CONFIG_MAPPING:
@@ -409,8 +409,8 @@ def load_rounded(
     Raises `MtplxError` as `load_model` does, where weights cannot be cut into blocks, and where a
     file has none.
     """
-    known = checkpoint.is_gguf and gguf_weights.knows(checkpoint.gguf_file)
-    if quantize == "file" and not known:
+    by_layers = checkpoint.is_gguf and gguf_weights.in_layers(checkpoint.gguf_file)
+    if quantize == "file" and not by_layers:
         raise MtplxError(
             f"{checkpoint.name}: has no blocks of its own that the kernels can take: "
             "quantize='int8' or 'int4' makes some"
@@ -418,7 +418,7 @@ def load_rounded(
     rounder = Rounder(library, _BITS.get(quantize), report)
     try:
         with reported(checkpoint):
-            if known:
+            if by_layers:
                 model = gguf_weights.load_layers(
                     checkpoint.gguf_file, rounder.take, as_stored=quantize == "file"
                 )

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from family_proof import HIDDEN, VOCAB, Proof, Shapes, random_tensors, read_tensors
+from gguf_layout import InGguf
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
@@ -360,3 +361,15 @@ class TestQwen36Text(Qwen):
     } | {"architectures": ["Qwen3_5MoeForCausalLM"]}
     named = False
     moe, moe_mtp = True, False
+
+
+class TestQwen35Gguf(InGguf, TestQwen35):
+    pass
+
+
+class TestQwen35TiedGguf(InGguf, TestQwen35Tied):
+    pass
+
+
+class TestQwen35MoeGguf(InGguf, TestQwen35Moe):
+    pass
