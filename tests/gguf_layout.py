@@ -151,9 +151,9 @@ def write_settings(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
 
 
 def write_vocabulary(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
-    """A letter for each token, and what ends a text."""
+    """Letters, two of them together, and what ends a text."""
     count = config["vocab_size"]
-    tokens = [chr(ord("a") + i) for i in range(count - 1)] + ["<|end|>"]
+    tokens = [*(chr(ord("a") + i) for i in range(count - 2)), "ab", "<|end|>"]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(SPLITTERS.get(config["model_type"], "qwen35"))
     writer.add_token_list(tokens)

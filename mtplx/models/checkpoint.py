@@ -409,8 +409,8 @@ def load_rounded(
     Raises `MtplxError` as `load_model` does, where weights cannot be cut into blocks, and where a
     file has none.
     """
-    by_layers = checkpoint.is_gguf and gguf_weights.in_layers(checkpoint.gguf_file)
-    if quantize == "file" and not by_layers:
+    known = checkpoint.is_gguf and gguf_weights.knows(checkpoint.gguf_file)
+    if quantize == "file" and not known:
         raise MtplxError(
             f"{checkpoint.name}: has no blocks of its own that the kernels can take: "
             "quantize='int8' or 'int4' makes some"
@@ -418,7 +418,7 @@ def load_rounded(
     rounder = Rounder(library, _BITS.get(quantize), report)
     try:
         with reported(checkpoint):
-            if by_layers:
+            if known:
                 model = gguf_weights.load_layers(
                     checkpoint.gguf_file, rounder.take, as_stored=quantize == "file"
                 )

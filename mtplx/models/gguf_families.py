@@ -66,11 +66,6 @@ class GgufFamily:
     partial: bool = False
     added_one: bool = False
 
-    @property
-    def has_experts(self) -> bool:
-        """Whether most of its weights are in no linear layer."""
-        return "ffn_down_exps.weight" in self.layer
-
     def place(self, name: str, layers: int) -> str | None:
         """A tensor's published name; None for one that the family does not have.
 
@@ -240,7 +235,8 @@ def _by_head(rows: Tensor, config: Any) -> Tensor:
     keys = heads * config.linear_key_head_dim
     values = config.linear_num_value_heads * config.linear_value_head_dim
     z, q, k, v = (
-        part.view(heads, -1, *rows.shape[1:]) for part in rows.split([values, keys, keys, values])
+        part.view(heads, -1, *rows.shape[1:])
+        for part in torch.split(rows, [values, keys, keys, values])
     )
     return torch.cat([q, k, v, z], 1).reshape(rows.shape)
 

@@ -134,17 +134,16 @@ def _rounded(weights: Mapping[str, _Stored], config: Any, dtype: torch.dtype) ->
     }
 
 
-def in_layers(file: GgufFile) -> bool:
-    """Whether `load_layers` reads it: a family of the table whose weights are in linear layers."""
-    family = FAMILIES.get(file.architecture)
-    return family is not None and not family.has_experts
+def knows(file: GgufFile) -> bool:
+    """Whether the architecture is in the tables, as `load_layers` needs it."""
+    return file.architecture in FAMILIES
 
 
 def load_layers(file: GgufFile, take: Take, as_stored: bool) -> PreTrainedModel:
     """The model on the CPU in float32, but for its linear layers, which are taken.
 
     Args:
-        file: for which `in_layers` says so.
+        file: of a family that is read here.
         take: is given each linear layer, whose place it fills.
         as_stored: give it the file's own blocks where they are of a kind the kernels have.
     Raises `MtplxError` where the file's tensors are not those of its architecture.

@@ -6,10 +6,29 @@ from typing import Any
 
 import pytest
 import torch
-from family_proof import HIDDEN, VOCAB, Proof, Shapes, random_tensors, read_tensors
-from gguf_layout import InGguf
+from family_proof import (
+    HIDDEN,
+    PROMPTS,
+    SAMPLED,
+    VOCAB,
+    Proof,
+    Shapes,
+    decode,
+    load,
+    random_tensors,
+    read_tensors,
+    write_checkpoint,
+)
+from gguf import GGMLQuantizationType
+from gguf_layout import InGguf, write_gguf
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
+
+from mtplx import kernels
+from mtplx.drafters.native import load_native_head
+from mtplx.models.checkpoint import Checkpoint, load_model, load_rounded
+from mtplx.models.linear import KernelLinear
+from mtplx.models.trunk import Trunk
 
 LAYERS = 4
 HEADS, KV_HEADS, DIM = 4, 2, 8
@@ -373,3 +392,41 @@ class TestQwen35TiedGguf(InGguf, TestQwen35Tied):
 
 class TestQwen35MoeGguf(InGguf, TestQwen35Moe):
     pass
+
+
+def test_qwen3_next_has_its_trunk_alone_in_a_gguf_file(tmp_path):
+    """llama.cpp's converter leaves the MTP layer out, and names none."""
+    proof = TestQwen3Next()
+    write_checkpoint(tmp_path, proof.config, proof.tensors())
+    trunk, head, notes = load(write_gguf(tmp_path))
+    assert (head, notes) == (None, ())
+    tokens = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
+    with torch.inference_mode():
+        reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+        # A norm's weight is rounded once more where the one is added to it.
+        torch.testing.assert_close(trunk.model(tokens).logits, reference(tokens).logits)
+
+
+@pytest.mark.skipif(kernels.find() is None, reason="the kernels are not built")
+@pytest.mark.parametrize("case", [TestQwen35, TestQwen35Moe])
+def test_blocks_of_a_gguf_file_stay_as_they_are(tmp_path, case):
+    """Heads that lie in another order are rows in another order."""
+    proof = case()
+    write_checkpoint(tmp_path, proof.config, proof.tensors())
+    path = write_gguf(tmp_path, kind=GGMLQuantizationType.Q8_0)
+    checkpoint = Checkpoint("tiny", path)
+    plain = load_model(checkpoint, torch.float32)
+    model = load_rounded(checkpoint, kernels.find(), "file").float()
+    mixer, theirs = (m.model.layers[0].linear_attn for m in (model, plain))
+    x = torch.randn(5, HIDDEN)
+    for name in ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b"):
+        layer = getattr(mixer, name)
+        assert isinstance(layer, KernelLinear) and layer.data.dtype == torch.uint8
+        difference = layer(x) - getattr(theirs, name)(x)
+        assert difference.norm() < 0.02 * x.norm()  # the kernels round the input to 8 bits
+    trunk = Trunk(model)
+    head, notes = load_native_head(checkpoint, trunk)
+    assert head is not None and notes == ()
+    texts, stats = decode(trunk, head, PROMPTS, 2, SAMPLED)
+    assert [len(text) for text in texts] == [24] * 3
+    assert sum(stats[0].accepted_by_position) > 0
