@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from mtplx.errors import MtplxError
+from mtplx.models import gguf_families
 from mtplx.models.checkpoint import (
     Checkpoint,
     GenerationDefaults,
@@ -300,10 +301,11 @@ def _gguf_facts(checkpoint: Checkpoint) -> _Facts:
 
     promised = number(_GGUF_PROMISE) or 0
     blocks = number("block_count")
+    known = gguf_families.FAMILIES.get(family)
     embedding = file.tensors.get("token_embd.weight")
     return _Facts(
         architecture=family,
-        model_type=family,
+        model_type=known.model_type if known else family,
         # llama.cpp counts MTP layers as blocks.
         layers=None if blocks is None else blocks - promised,
         hidden_size=number("embedding_length"),
@@ -334,7 +336,7 @@ def _native_layers(checkpoint: Checkpoint, facts: _Facts) -> MtpLayers:
         parameters=sum(tensor.parameters for tensor in tensors),
         bytes=sum(tensor.bytes for tensor in tensors),
         where=str(checkpoint.path),
-        usable=not checkpoint.is_gguf and family is not None and not facts.quantisation,
+        usable=family is not None and not facts.quantisation,
     )
 
 

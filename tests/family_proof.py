@@ -147,6 +147,10 @@ class Proof:
         """Called with a text and a draft, the draft's logits: float32, no cache, from the book."""
         raise NotImplementedError
 
+    def load(self, directory: Path, dtype: torch.dtype = torch.float32) -> Any:
+        """The trunk, the head and its notes, of these files."""
+        return load(directory, dtype)
+
     # Of a head that is built to count on: what is silenced, and how a norm leaves things alone.
     silent = ("o_proj.weight", "down_proj.weight", "down_proj")
     no_norm = 1.0
@@ -192,7 +196,7 @@ class Proof:
 
     @pytest.fixture(scope="class")
     def loaded(self, directory):
-        return load(directory)
+        return self.load(directory)
 
     @pytest.fixture(scope="class")
     def expected(self, directory):
@@ -242,7 +246,7 @@ class Proof:
     @pytest.mark.parametrize("source", ["token", "hidden"])
     def test_a_head_that_knows_the_text_has_every_draft_kept(self, tmp_path, source):
         write_checkpoint(tmp_path, self.config, self.counting(source))
-        trunk, head, _ = load(tmp_path)
+        trunk, head, _ = self.load(tmp_path)
         prompts = [(3, 4, 5, 6, 7, 8), (9,), (1, 2, 3)]
         for depth in (1, 2, 3, 4, 5):
             texts, stats = decode(trunk, head, prompts, depth)
@@ -253,6 +257,6 @@ class Proof:
                 assert s.accepted_by_position == s.drafted_by_position
 
     def test_in_the_published_type_it_drafts_too(self, directory):
-        trunk, head, _ = load(directory, torch.bfloat16)
+        trunk, head, _ = self.load(directory, torch.bfloat16)
         texts, stats = decode(trunk, head, PROMPTS[:1], 2, SAMPLED)
         assert len(texts[0]) == 24 and sum(stats[0].drafted_by_position) > 0

@@ -252,7 +252,7 @@ def test_gguf_blocks_beyond_the_trunks_are_native_mtp_layers(tmp_path: Path) -> 
     facts = inspection._gguf_facts(checkpoint)
     assert (facts.layers, facts.vocab_size, facts.context) == (2, 4, 128)
     mtp = inspection._native_layers(checkpoint, facts)
-    assert (mtp.kind, mtp.layers, mtp.parameters, mtp.usable) == ("native", 1, 128, False)
+    assert (mtp.kind, mtp.layers, mtp.parameters, mtp.usable) == ("native", 1, 128, True)
 
 
 @pytest.mark.model

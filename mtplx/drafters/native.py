@@ -22,6 +22,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils.generic import ContextManagers
 
 from mtplx.errors import MtplxError
+from mtplx.models import gguf_families, gguf_weights
 from mtplx.models.checkpoint import Checkpoint, reported, weight_files
 from mtplx.models.families import Family, family_of, mtp_layers, promised_layers
 from mtplx.models.linear import KernelLinear
@@ -133,9 +134,7 @@ def load_native_head(
         MtplxError: the tensors of the MTP layers are not those that the family has.
     """
     if checkpoint.is_gguf:
-        if not mtp_layers(checkpoint.gguf_file.tensors, trunk.layers):
-            return None, ()
-        return None, ("nothing is drafted: the MTP layers of a GGUF file are not run yet",)
+        return _of_gguf(checkpoint, trunk)
     config = json.loads((checkpoint.path / "config.json").read_text(encoding="utf-8"))
     kind = trunk.config.model_type
     family = family_of(kind)
@@ -144,12 +143,7 @@ def load_native_head(
     # What is written counts: transformers' config classes say 1 where nothing is.
     promised = promised_layers(config)
     if not layers:
-        if not promised:
-            return None, ()
-        return None, (
-            f"nothing is drafted: config.json promises {promised} MTP layer(s), "
-            "but the weight files hold none",
-        )
+        return None, _broken_promise("config.json", promised)
     if family is None:
         return None, (f"nothing is drafted: the MTP layers of a {kind} model are not run yet",)
     if "quantization_config" in config:
@@ -158,13 +152,49 @@ def load_native_head(
             "its unquantised form has them",
         )
     own = {name: files[name] for names in layers.values() for name in names}
-    head = _load(checkpoint, trunk, family, own)
-    if promised == head.layers:
-        return head, ()
-    named = f"promises {promised} MTP layer(s)" if promised else "names no MTP layers"
-    return head, (
-        f"config.json {named}, and the weight files hold {head.layers}: what they hold drafts",
+    with reported(checkpoint), ExitStack() as stack:
+        opened = {
+            file: stack.enter_context(safe_open(file, framework="pt"))
+            for file in sorted(set(own.values()))
+        }
+        tensors = {name: opened[file].get_slice(name) for name, file in own.items()}
+        head = _load(checkpoint, trunk, family, tensors)
+    return head, _difference("config.json", promised, head.layers)
+
+
+def _of_gguf(checkpoint: Checkpoint, trunk: Trunk) -> tuple[NativeHead | None, tuple[str, ...]]:
+    file = checkpoint.gguf_file
+    promised = gguf_families.promised_layers(file)
+    if not mtp_layers(file.tensors, trunk.layers):
+        return None, _broken_promise("its header", promised)
+    known = gguf_families.FAMILIES.get(file.architecture)
+    if known is None or known.mtp is None:
+        return None, (
+            f"nothing is drafted: the MTP layers of a {file.architecture} GGUF file are not run "
+            "yet",
+        )
+    with reported(checkpoint):
+        tensors = gguf_weights.mtp_weights(file, trunk.config, trunk.dtype)
+        head = _load(checkpoint, trunk, known.mtp, tensors)
+    return head, _difference("its header", promised, head.layers)
+
+
+def _broken_promise(where: str, promised: int) -> tuple[str, ...]:
+    """What to say where there are no MTP layers."""
+    if not promised:
+        return ()
+    return (
+        f"nothing is drafted: {where} promises {promised} MTP layer(s), but the weight files "
+        "hold none",
     )
+
+
+def _difference(where: str, promised: int, held: int) -> tuple[str, ...]:
+    """What to say where there are as many, or not."""
+    if promised == held:
+        return ()
+    named = f"promises {promised} MTP layer(s)" if promised else "names no MTP layers"
+    return (f"{where} {named}, and the weight files hold {held}: what they hold drafts",)
 
 
 def _tensor_files(directory: Path) -> dict[str, Path]:
@@ -177,14 +207,14 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
 
 
 def _load(
-    checkpoint: Checkpoint, trunk: Trunk, family: Family, files: Mapping[str, Path]
+    checkpoint: Checkpoint, trunk: Trunk, family: Family, stored: Mapping[str, Any]
 ) -> NativeHead:
-    """The head made of these tensors, all of them and no others.
+    """The head made of these tensors, read or to be read by `[:]`; all of them and no others.
 
     transformers passes over tensors that it has no place for, and draws at random what is missing;
     here either is an error.
     """
-    places = {name: family.translate(name, trunk.layers) for name in files}
+    places = {name: family.translate(name, trunk.layers) for name in stored}
     _require(
         checkpoint,
         trunk,
@@ -199,36 +229,30 @@ def _load(
         (_number(ours) for _, ours in names.values() if ours.startswith("joints.")), default=0
     )
     bias = any(ours.endswith(".join.bias") for _, ours in names.values())
-    with reported(checkpoint), ExitStack() as stack:
-        opened = {
-            file: stack.enter_context(safe_open(file, framework="pt"))
-            for file in sorted(set(files.values()))
-        }
-        tensors: dict[str, Any] = {}
-        copies: dict[tuple[str, int], Tensor] = {}
-        for name, (layer, ours) in names.items():
-            stored = opened[files[name]].get_slice(name)
-            part = ours.split(".")[2]
-            if part in _COPIES:
-                copies[part, layer] = stored[:].to(trunk.device, trunk.dtype)
-            else:
-                tensors[ours] = stored
-        with ContextManagers(MtpLayers.get_init_context(trunk.dtype, False, False, None)):
-            model = MtpLayers(family, trunk.model, joints, blocks, bias)
-        # Those of the trunk, as a loaded one keeps them; they say how experts are put together.
-        conversions = getattr(trunk.model, "_weight_conversions", None)
-        if conversions is None:
-            conversions = get_model_conversion_mapping(trunk.model)
-        report, _ = convert_and_load_state_dict_in_model(
-            model=model,
-            state_dict=tensors,
-            load_config=LoadStateDictConfig(
-                weight_mapping=conversions,
-                device_map={"": trunk.device},
-                dtype=trunk.dtype,
-                dtype_plan=trunk.model._get_dtype_plan(trunk.dtype),
-            ),
-        )
+    tensors: dict[str, Any] = {}
+    copies: dict[tuple[str, int], Tensor] = {}
+    for name, (layer, ours) in names.items():
+        part = ours.split(".")[2]
+        if part in _COPIES:
+            copies[part, layer] = stored[name][:].to(trunk.device, trunk.dtype)
+        else:
+            tensors[ours] = stored[name]
+    with ContextManagers(MtpLayers.get_init_context(trunk.dtype, False, False, None)):
+        model = MtpLayers(family, trunk.model, joints, blocks, bias)
+    # Those of the trunk, as a loaded one keeps them; they say how experts are put together.
+    conversions = getattr(trunk.model, "_weight_conversions", None)
+    if conversions is None:
+        conversions = get_model_conversion_mapping(trunk.model)
+    report, _ = convert_and_load_state_dict_in_model(
+        model=model,
+        state_dict=tensors,
+        load_config=LoadStateDictConfig(
+            weight_mapping=conversions,
+            device_map={"": trunk.device},
+            dtype=trunk.dtype,
+            dtype_plan=trunk.model._get_dtype_plan(trunk.dtype),
+        ),
+    )
     theirs = {ours: name for name, (_, ours) in names.items()}
     wrong = {name for name, *_ in report.mismatched_keys} | set(report.conversion_errors)
     for problem, missed in (

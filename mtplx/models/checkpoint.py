@@ -27,14 +27,14 @@ from safetensors import SafetensorError, safe_open
 
 from mtplx.errors import MtplxError
 from mtplx.kernels import Kernels
-from mtplx.models import gguf, gguf_tokenizer, gguf_weights
+from mtplx.models import gguf, gguf_families, gguf_tokenizer, gguf_weights
 from mtplx.models.blocks import Bits
 from mtplx.models.eagle3_original import is_head
 from mtplx.models.head_files import PICKLED
 from mtplx.models.rounding import Report, Rounder
 
-# As in `gguf`: transformers is imported where it is needed, so that a mistyped path does not
-# take seconds to say so.
+# As in `gguf_families`: transformers is imported where it is needed, so that a mistyped path does
+# not take seconds to say so.
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -316,7 +316,7 @@ def load_config(checkpoint: Checkpoint) -> PreTrainedConfig:
 
     with reported(checkpoint):
         if checkpoint.is_gguf:
-            return gguf.load_config(checkpoint.gguf_file)
+            return gguf_families.load_config(checkpoint.gguf_file)
         declared = _read_json(checkpoint.path / "config.json")
         model_type = declared.get("model_type")
         if model_type not in CONFIG_MAPPING:
