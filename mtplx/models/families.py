@@ -6,7 +6,8 @@ a last norm over that. They differ in names, in the kind of the decoder layer, a
 below. docs/adding-a-family.md says how one is added.
 
 Where implementations differ in what is fed to a head, docs/models.md says which is followed here
-and why.
+and why. In some families vLLM and SGLang have zeros for the embedding in a text's first pair; here,
+as in transformers, no pair is special.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Family:
     """How a family names and wires its MTP layers.
 
     Attributes:
-        types: `model_type` of the trunk's config.
+        types: `model_type` of the trunk's config, as it was published.
         joint: what comes before the names of norms and matrices around the decoder layer, with
             `{}` for the layer's number, if that has one.
         block: what comes before the decoder layer's own names, likewise.
@@ -145,6 +146,23 @@ FAMILIES = (
             "decoder_sparse_step": 1,
         },
     ),
+    # MiMo-7B: a Qwen2 by another name. Its authors' class for transformers has these names and
+    # joins them so, but does not say what is fed to them. vLLM's class, which is theirs too, feeds
+    # the trunk's state before its last norm; SGLang's the state after it.
+    Family(
+        types=("mimo",),
+        joint="model.mtp_layers.{}.",
+        block="model.mtp_layers.{}.",
+        parts={
+            "token_layernorm": "embedding_norm",
+            "hidden_layernorm": "hidden_norm",
+            "input_proj": "join",
+            "final_layernorm": "norm",
+        },
+        settings=lambda config, count: {"layer_types": ["full_attention"] * count},
+        hidden_first=True,
+        before_norm=True,
+    ),
 )
 
 
@@ -163,16 +181,21 @@ _PROMISES = (
 )
 
 
+def text_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a config.json says of its language model."""
+    # A model of text and images keeps its language model's settings in a config of their own.
+    return {**config, **(config.get("text_config") or {})}
+
+
 def promised_layers(config: Mapping[str, Any]) -> int:
     """How many MTP layers a config.json promises; what it leaves out counts as none."""
-    # A model of text and images keeps its language model's numbers in a config of their own.
-    text = {**config, **(config.get("text_config") or {})}
+    text = text_settings(config)
     return next((int(text[key]) for key in _PROMISES if text.get(key)), 0)
 
 
 # Anchored, so that the layers of a vision tower are not taken for more of the trunk's.
 _LAYER = re.compile(r"^(?:(?:model|language_model)\.)*layers\.(\d+)\.|^blk\.(\d+)\.")
-_MODULE = re.compile(r"(?:^|\.)mtp\w*\.(?:\w+\.)?(?:(\d+)\.)?")
+_MODULE = re.compile(r"(?:^|\.)mtp\w*\.(?:[^\W\d]\w*\.)?(?:(\d+)\.)?")
 
 
 def mtp_layers(
