@@ -30,7 +30,8 @@ class Family:
     Attributes:
         types: `model_type` of the trunk's config, as it was published.
         joint: what comes before the names of norms and matrices around the decoder layer, with
-            `{}` for the layer's number, if that has one.
+            `{}` for the layer's number, if that has one; `{part}` for the name, where the number
+            comes behind it.
         block: what comes before the decoder layer's own names, likewise.
         parts: the name of each part behind `joint`, and what it is here: `embedding_norm`,
             `hidden_norm`, `join`, `norm`; `embedding` and `output` for copies of the trunk's.
@@ -88,17 +89,22 @@ class Family:
             return self.block.replace("{}", shown) + rest
         part, suffix = rest.split(".", 1)
         theirs = next(theirs for theirs, ours in self.parts.items() if ours == part)
-        return f"{self.joint.replace('{}', shown)}{theirs}.{suffix}"
+        return f"{self._place.replace('{}', shown).replace('{part}', theirs)}.{suffix}"
 
     @property
     def has_norm(self) -> bool:
         """Whether there is a norm behind the decoder layer."""
         return "norm" in self.parts.values()
 
+    @property
+    def _place(self) -> str:
+        return self.joint if "{part}" in self.joint else self.joint + "{part}"
+
     @cached_property
     def _joint(self) -> re.Pattern[str]:
         parts = "|".join(map(re.escape, self.parts))
-        return re.compile(rf"{_numbered(self.joint)}(?P<part>{parts})\.(?P<kind>weight|bias)$")
+        place = _numbered(self._place).replace(r"\{part\}", f"(?P<part>{parts})")
+        return re.compile(rf"{place}\.(?P<kind>weight|bias)$")
 
     @cached_property
     def _block(self) -> re.Pattern[str]:
@@ -162,6 +168,20 @@ FAMILIES = (
         settings=lambda config, count: {"layer_types": ["full_attention"] * count},
         hidden_first=True,
         before_norm=True,
+    ),
+    # Ernie 4.5 MoE. Its layer is dense and has no norm behind it: what the decoder layer computes
+    # goes to the output head as it is. It turns heads as the trunk does; in vLLM it pairs their
+    # numbers otherwise, by Llama's class.
+    Family(
+        types=("ernie4_5_moe",),
+        joint="model.{part}.{}",
+        block="model.mtp_block.{}.",
+        parts={
+            "mtp_emb_norm": "embedding_norm",
+            "mtp_hidden_norm": "hidden_norm",
+            "mtp_linear_proj": "join",
+        },
+        settings=lambda config, count: {"moe_layer_start_index": count},
     ),
 )
 
