@@ -183,6 +183,25 @@ FAMILIES = (
         },
         settings=lambda config, count: {"moe_layer_start_index": count},
     ),
+    # The three layers of MiMo-V2-Flash. Each is fed the trunk's state, as in SGLang, which has all
+    # three draft; vLLM runs the first alone, over and over.
+    Family(
+        types=("mimo_v2_flash",),
+        joint="model.mtp.layers.{}.",
+        block="model.mtp.layers.{}.",
+        parts={
+            "enorm": "embedding_norm",
+            "hnorm": "hidden_norm",
+            "eh_proj": "join",
+            "final_layernorm": "norm",
+        },
+        renamed={"pre_mlp_layernorm": "post_attention_layernorm"},
+        settings=lambda config, count: {
+            "layer_types": ["sliding_attention"] * count,
+            "mlp_layer_types": ["dense"] * count,
+        },
+        chained=False,
+    ),
 )
 
 
