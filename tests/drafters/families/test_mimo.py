@@ -150,17 +150,18 @@ class TestMiMo(Proof):
         assert mine.encode(text) == theirs.encode(text) and 9 in mine.encode(text)
 
     @pytest.mark.skipif(kernels.find() is None, reason="the kernels are not built")
-    @pytest.mark.parametrize("quantize", [None, "int8"])
-    def test_by_the_kernels_it_drafts_the_same(self, directory, loaded, quantize):
+    @pytest.mark.parametrize("kind", ["bfloat16", "long passes in torch", "int8"])
+    def test_by_the_kernels_it_drafts_the_same(self, directory, kind):
         checkpoint, library = Checkpoint("tiny", directory), kernels.find()
-        if quantize:
-            model = load_rounded(checkpoint, library, quantize)
+        if kind == "int8":
+            trunk = FusedTrunk(load_rounded(checkpoint, library, kind), library)
         else:
-            model = load_model(checkpoint, torch.bfloat16)
-        trunk = FusedTrunk(model, library)
+            trunk = FusedTrunk(load_model(checkpoint, torch.bfloat16), library)
+            trunk.long = 6 if kind == "long passes in torch" else None
         head, notes = load_native_head(checkpoint, trunk)
         assert head is not None and notes == ()
-        assert decode(trunk, head, PROMPTS, 3)[0] == decode(trunk, None, PROMPTS, 0)[0]
+        if trunk.long is None:
+            assert decode(trunk, head, PROMPTS, 3)[0] == decode(trunk, None, PROMPTS, 0)[0]
         cycles: list = []
         reference = self.reference(directory)
         decode(trunk, head, PROMPTS, 3, SAMPLED, 24, partial(watch_drafts, cycles))
