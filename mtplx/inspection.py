@@ -31,7 +31,7 @@ from mtplx.models.checkpoint import (
     reported,
     weight_files,
 )
-from mtplx.models.families import family_of, mtp_layers, promised_layers
+from mtplx.models.families import family_of, mtp_layers, promised_layers, text_settings
 
 MtpKind = Literal["native", "attached", "missing", "none"]
 """Layers in the model's own file; a head beside it; promised by the config and not there; none."""
@@ -242,8 +242,7 @@ class _Facts:
 
 def _directory_facts(checkpoint: Checkpoint) -> _Facts:
     config = json.loads((checkpoint.path / "config.json").read_text(encoding="utf-8"))
-    # A model of text and images keeps its language model's numbers in a config of their own.
-    text = {**config, **(config.get("text_config") or {})}
+    text = text_settings(config)
     quantisation = config.get("quantization_config")
     model_type = str(text.get("model_type"))
     return _Facts(

@@ -88,6 +88,8 @@ def test_layers_behind_the_last_are_native_mtp_layers(model: Path) -> None:
         (["mtp.fc.weight", "mtp.norm.weight"], 1),
         (["mtp.layers.0.mlp.weight", "mtp.layers.1.mlp.weight"], 2),
         (["model.mtp_layers.0.a", "model.mtp_layers.0.b"], 1),
+        (["model.mtp_layers.0.a", "model.mtp_layers.1.a"], 2),
+        (["model.mtp_emb_norm.0.weight", "model.mtp_block.1.mlp.weight"], 2),
     ],
 )
 def test_modules_named_mtp_are_native_mtp_layers(

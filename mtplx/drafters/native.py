@@ -24,7 +24,7 @@ from transformers.utils.generic import ContextManagers
 from mtplx.errors import MtplxError
 from mtplx.models import gguf_families, gguf_weights
 from mtplx.models.checkpoint import Checkpoint, reported, weight_files
-from mtplx.models.families import Family, family_of, mtp_layers, promised_layers
+from mtplx.models.families import Family, family_of, mtp_layers, promised_layers, text_settings
 from mtplx.models.linear import KernelLinear
 from mtplx.models.mtp import MtpLayers
 from mtplx.models.slots import SlotCache, Span
@@ -89,10 +89,10 @@ class NativeHead:
         self._trunk = trunk
 
     def features(self, output: TrunkOutput) -> Tensor:
-        if not self.family.before_norm:
-            return output.hidden
-        assert output.aux is not None, "the trunk must tap its last layer"
-        return output.aux
+        states = output.aux if self.family.before_norm else output.hidden
+        assert states is not None, "the trunk must tap its last layer"
+        # The kernels' are float32.
+        return states.to(self.model.dtype)
 
     def new_cache(self, capacity: int) -> SlotCache:
         return SlotCache(capacity)
@@ -136,7 +136,8 @@ def load_native_head(
     if checkpoint.is_gguf:
         return _of_gguf(checkpoint, trunk)
     config = json.loads((checkpoint.path / "config.json").read_text(encoding="utf-8"))
-    kind = trunk.config.model_type
+    # As published, which need not be the trunk's: some go by another type's class.
+    kind = str(text_settings(config).get("model_type"))
     family = family_of(kind)
     files = _tensor_files(checkpoint.path)
     layers = mtp_layers(files, trunk.layers, family)
@@ -215,12 +216,8 @@ def _load(
     here either is an error.
     """
     places = {name: family.translate(name, trunk.layers) for name in stored}
-    _require(
-        checkpoint,
-        trunk,
-        "has no place for these of its tensors",
-        [name for name, at in places.items() if not at],
-    )
+    homeless = [name for name, at in places.items() if not at]
+    _require(checkpoint, "has no place for these of its tensors", homeless)
     names = {name: place for name, place in places.items() if place}
     blocks = 1 + max(
         (_number(ours) for _, ours in names.values() if ours.startswith("blocks.")), default=0
@@ -260,7 +257,7 @@ def _load(
         ("lacks these tensors, or has them in other shapes", report.missing_keys | wrong),
     ):
         listed = [theirs.get(name) or family.published(name, trunk.layers) for name in missed]
-        _require(checkpoint, trunk, problem, listed)
+        _require(checkpoint, problem, listed)
     # The published copies equal the trunk's; a layer that was trained further has its own.
     shared = {"embedding": trunk.embed, "output": trunk.model.get_output_embeddings()}
     own = {key: tensor for key, tensor in copies.items() if not _is_made_of(shared[key[0]], tensor)}
@@ -271,12 +268,12 @@ def _number(name: str) -> int:
     return int(name.split(".")[1])
 
 
-def _require(checkpoint: Checkpoint, trunk: Trunk, problem: str, names: list[str]) -> None:
+def _require(checkpoint: Checkpoint, problem: str, names: list[str]) -> None:
     """That there are no such tensors."""
     if names:
         raise MtplxError(
-            f"{checkpoint.path}: its MTP layer {problem}: {', '.join(sorted(names))}; take a "
-            f"{trunk.config.model_type} checkpoint as it was published"
+            f"{checkpoint.path}: its MTP layer {problem}: {', '.join(sorted(names))}; take the "
+            "checkpoint as it was published"
         )
 
 

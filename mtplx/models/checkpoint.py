@@ -304,6 +304,10 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 # --- loading ---------------------------------------------------------------------------------
 
+_NAMESAKES = {"mimo": "qwen2"}
+"""Model types that transformers does not have, and those of its own that they are under another
+name, tensor for tensor and setting for setting."""
+
 
 def load_config(checkpoint: Checkpoint) -> PreTrainedConfig:
     """The checkpoint's transformers config, of a class that transformers itself has.
@@ -319,6 +323,10 @@ def load_config(checkpoint: Checkpoint) -> PreTrainedConfig:
             return gguf_families.load_config(checkpoint.gguf_file)
         declared = _read_json(checkpoint.path / "config.json")
         model_type = declared.get("model_type")
+        if namesake := _NAMESAKES.get(str(model_type)):
+            # What names a class is left out: it would be another one.
+            shared = declared.keys() - {"model_type", "architectures", "auto_map"}
+            return CONFIG_MAPPING[namesake].from_dict({key: declared[key] for key in shared})
         if model_type not in CONFIG_MAPPING:
             raise MtplxError(
                 f"{checkpoint.name}: transformers {version} has no model type {model_type!r}"
