@@ -26,6 +26,7 @@ from transformers.modeling_layers import MtpModel
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils.generic import ContextManagers
 
+from mtplx.drafters.mtp import Head
 from mtplx.errors import MtplxError
 from mtplx.models.checkpoint import Checkpoint, reported, weight_files
 from mtplx.models.linear import KernelLinear
@@ -39,7 +40,7 @@ FAMILIES = ("deepseek_v3", "glm4_moe")
 _EMBEDDING, _OUTPUT = "embed_tokens.weight", "shared_head.head.weight"
 
 
-class NativeHead:
+class NativeHead(Head):
     """One MTP layer over the trunk's embedding, rotary positions and output head.
 
     At position i it computes, in the notation of DeepSeek-V3's report (arXiv 2412.19437, 2.2.1),
