@@ -11,10 +11,10 @@ class SuffixAutomaton:
 
     A state stands for runs that end at the same places of the text, and its link leads to the
     longest suffix of those that ends at more. So the link of the state that the whole text leads to
-    is the text's longest suffix that occurs earlier, and nothing has to be searched for. A token
-    adds at most two states and three transitions, and the links and transitions followed for it are
-    each undone only by tokens before it: over a whole text it takes time in proportion to its
-    length, whatever the text (as for drafts in Hu et al. 2024, arXiv:2411.10666).
+    is the text's longest suffix that occurs earlier, and nothing has to be searched for. A text of
+    n tokens has at most 2n states and 3n transitions, of which none is ever taken away, and links
+    that were followed for one token are not on the way of later ones: reading takes time in
+    proportion to the text, whatever it is. (Drafts from it: Hu et al. 2024, arXiv:2411.10666.)
 
     Attributes:
         text: the tokens so far.
