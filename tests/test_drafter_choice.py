@@ -90,12 +90,12 @@ def test_a_conversation_goes_on_as_if_it_were_read_anew(
 def test_they_draft_for_quantised_models(directories: dict[str, Path], name: str) -> None:
     llm = load(directories, dtype=None, quantize="int8", **WAYS[name])
     prompts = [PROMPT, PROMPT[:3], PROMPT]
-    sampling = SamplerConfig(top_k=2, seed=1, banned_tokens=(256,))
+    sampling = SamplerConfig(temperature=1.1, seed=1)
     settings = {"max_tokens": 30, "sampling": sampling}
     plain = llm.generate(prompts, depth=0, **settings)  # type: ignore[call-overload]
     drafted = llm.generate(prompts, depth=3, **settings)  # type: ignore[call-overload]
     assert [r.token_ids for r in drafted] == [r.token_ids for r in plain]
-    assert sum(sum(r.stats.accepted_by_position) for r in drafted) > 0
+    assert all(sum(r.stats.drafted_by_position) > 0 for r in drafted[::2])
 
 
 @pytest.mark.parametrize(

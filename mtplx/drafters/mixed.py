@@ -88,7 +88,8 @@ class MixedSlots(DraftSlots):
         arguments = (shaper, histories, draftsman)
         if all(looked_up):
             return self.ngram.draft(depth, lengths, noise, *arguments)
-        self._by_head = [row for row, found in enumerate(looked_up) if not found]
+        # A text with nothing committed has no draft, whatever the head makes of its row.
+        self._by_head = [b for b, n in enumerate(lengths) if n and not looked_up[b]]
         if not any(looked_up):
             return self.head.draft(depth, lengths, noise, *arguments)
         rows = torch.tensor(looked_up, device=self.ngram.device)

@@ -11,7 +11,7 @@ import tiny
 import torch
 from faults import edited
 
-from mtplx.drafters import draft_model, ngram
+from mtplx.drafters import draft_model, mixed, ngram
 from mtplx.drafters.draft_model import DraftModel, DraftModelSlots
 from mtplx.drafters.mixed import HeadOrLookup, MixedSlots
 from mtplx.drafters.ngram import Lookup, Ngram, NgramSlots
@@ -369,6 +369,15 @@ def test_the_heads_record_is_that_of_its_first_drafts():
             expected = [(ngram.PRIOR / 2 + so) / (ngram.PRIOR + of) for so, of in kept]
             assert [share.value for share in batch.drafter._kept] == expected
     assert min(of for _, of in kept) > 3
+
+
+def test_a_row_that_has_no_draft_yet_says_nothing_of_the_head():
+    requests = [request((4,), HOT), request((1, 2, 3), HOT, seed=3)]
+    batch = Batch(TRUNK, drafter("mtp+ngram"), requests)
+    batch.prefill()
+    batch.cycle()
+    first, second = (share.value for share in batch.drafter._kept)
+    assert first == mixed.USUAL != second
 
 
 def test_a_heads_q_is_replaced_where_something_was_looked_up():
