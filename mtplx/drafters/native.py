@@ -21,6 +21,7 @@ from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils.generic import ContextManagers
 
+from mtplx.drafters.mtp import Head
 from mtplx.errors import MtplxError
 from mtplx.models import gguf_families, gguf_weights
 from mtplx.models.checkpoint import Checkpoint, reported, weight_files
@@ -34,7 +35,7 @@ _COPIES = ("embedding", "output")
 """Parts that are copies of the trunk's, or were trained further."""
 
 
-class NativeHead:
+class NativeHead(Head):
     """MTP layers over the trunk's embedding, rotary positions and output head.
 
     At position i a layer computes, in the notation of DeepSeek-V3's report (arXiv 2412.19437, 2.2),
