@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,9 +17,10 @@ from mtplx.drafters.drafter import Drafter
 from mtplx.drafters.find import DrafterName, draft_with, find_drafter
 from mtplx.drafters.mtp import Head
 from mtplx.drafters.pace import DEEPEST, Pace
+from mtplx.drafters.record import Record
 from mtplx.engine.decoding import Batch, Burst, Prefix
 from mtplx.engine.request import FinishReason, Request, Stats, TokenLogprobs
-from mtplx.errors import MtplxError
+from mtplx.errors import MtplxError, MtplxWarning
 from mtplx.grammar import GrammarCompiler, GrammarSpec
 from mtplx.history import Constraint
 from mtplx.kernels import Kernels
@@ -143,6 +145,14 @@ class LLM:
         self._prefix: Prefix | None = None
         self.pace = Pace(depth) if depth else Pace()
         self.notes = tuple(notes)
+        # A lookup finds nothing in one text and much in the next; a model is what it is.
+        lasting = self.drafter is not None and drafts_with not in ("ngram", "mtp+ngram")
+        self._record = Record(self._add_note) if lasting else None
+
+    def _add_note(self, note: str) -> None:
+        """Say something that has come up while the model was running, and go on."""
+        self.notes = (*self.notes, note)
+        warnings.warn(f"{self.name}: {note}", MtplxWarning, stacklevel=2)
 
     @property
     def default_sampling(self) -> SamplerConfig:
@@ -364,7 +374,8 @@ class LLM:
         again = greedy or requests[0].sampling.seed is not None
         apart = greedy or requests[0].verifier == "coupled"
         may = not again or (self.trunk.deterministic and apart)
-        return Batch(self.trunk, self.drafter, requests, self.pace, self._prefix if may else None)
+        prefix = self._prefix if may else None
+        return Batch(self.trunk, self.drafter, requests, self.pace, prefix, self._record)
 
     def _pieces(self, batch: Batch, request: Request) -> Iterator[Piece]:
         used = replace(request.sampling, seed=request.seed)

@@ -86,6 +86,11 @@ def draft_with(
     Raises:
         MtplxError: the two do not have the same token ids.
     """
+    if model.recurrent:
+        raise MtplxError(
+            f"{name} cannot draft for another model: it has recurrent layers, which only run as a "
+            "model of their own so far; take one with attention alone"
+        )
     unlike = None
     if model.vocab_size > trunk.vocab_size:
         unlike = f"it has {model.vocab_size} tokens, more than the model's {trunk.vocab_size}"

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from mtplx.drafters.drafter import Drafter, DraftSlots
 from mtplx.drafters.pace import Draftsman, Pace, Trust
+from mtplx.drafters.record import Record
 from mtplx.engine.request import FinishReason, Request, Stats, TokenLogprobs
 from mtplx.errors import MtplxError
 from mtplx.history import Follower, Histories
@@ -116,6 +117,7 @@ class Batch:
         requests: Sequence[Request],
         pace: Pace | None = None,
         prefix: Prefix | None = None,
+        record: Record | None = None,
     ) -> None:
         """
         Args:
@@ -124,9 +126,11 @@ class Batch:
             requests: at least one.
             pace: what is known of the model's pace, and goes on being learned; None to begin anew.
             prefix: of an earlier text; looked at where there is one request.
+            record: of what drafts, in all texts, which gives up what is hopeless; None never does.
         """
         self.trunk = trunk
         self.pace = pace or Pace()
+        self.record = record
         self.device = trunk.device
         self.slots = [self._slot(i, request) for i, request in enumerate(requests)]
         if drafter is None and any(r.depth for r in requests):
@@ -257,7 +261,7 @@ class Batch:
         """Draft, verify, commit; one step for all slots."""
         started = time.perf_counter()
         slots = self.slots
-        depths = [slot.depth() for slot in slots]
+        depths = [0 if self._given_up(slot) else slot.depth() for slot in slots]
         draftsman = self._draftsman(depths)
         depth = max(depths) if draftsman is None or draftsman.goes_on(0) else 0
         if depth and self.drafter:
@@ -334,6 +338,8 @@ class Batch:
             kept = min(accepted[b], len(new))
             slot.length += len(new)
             slot.pending = new[-1]
+            if depths[b] and self.record:
+                self.record.count(kept > 0)
             slot.stats.record(depths[b], kept, len(new), probability[b], elapsed)
             stats = slot.stats.snapshot()
             own = logprobs[b][: len(new)] if b in logprobs else None
@@ -343,6 +349,15 @@ class Batch:
         if draftsman:
             self.pace.took(len(slots), depth, ended - paced, sum(map(len, emitted)))
         return bursts
+
+    def _given_up(self, slot: Slot) -> bool:
+        """Whether it is not to be drafted for any more, because nothing comes of it."""
+        if self.record is None or not self.record.given_up:
+            return False
+        request = slot.request
+        # A text that is wanted again, by a rule that depth shows in, is drafted for all the same.
+        again = request.sampling.seed is not None and request.verifier != "coupled"
+        return request.adaptive or not again
 
     def _draftsman(self, depths: Sequence[int]) -> Draftsman | None:
         """Who decides how far this cycle's draft goes; None where all depths are fixed."""
