@@ -101,6 +101,11 @@ def plain(tensors: Mapping[str, Any], settings: Mapping[str, Any], where: Path) 
             raise MtplxError(
                 f"{where}: {name} is quantised in a way that is not read here: {error}"
             ) from None
+        if stem + form.becomes in tensors and form.suffix:
+            raise MtplxError(
+                f"{where}: {name} and {stem}{form.becomes} are the same weight twice; take the "
+                "checkpoint as it was published"
+            )
         found[stem + form.becomes] = _Dequantised(parts, read, shape)
     for name in tensors.keys() - used:
         main = _companion_of(name, tensors)

@@ -133,6 +133,14 @@ def test_a_part_that_is_left_over_is_named(tmp_path, name, beside):
         read(tmp_path, tensors, FORMATS["fp8"][1])
 
 
+@pytest.mark.parametrize("format", ["packed", "gptq"])
+def test_a_weight_that_is_there_twice_is_named(tmp_path, format):
+    parts, weight = FORMATS[format][0]((32, 48))
+    tensors = {f"mtp.fc.{part}": tensor for part, tensor in parts.items()}
+    with pytest.raises(MtplxError, match=r"mtp.fc.weight are the same weight twice"):
+        read(tmp_path, tensors | {"mtp.fc.weight": weight}, FORMATS[format][1])
+
+
 MISSHAPEN = {
     "fp8": ("weight_scale_inv", (5, 3)),
     "int8": ("weight_scale", (32, 48, 1)),
