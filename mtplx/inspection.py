@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from mtplx.errors import MtplxError
+from mtplx.models import gguf_families
 from mtplx.models.checkpoint import (
     Checkpoint,
     GenerationDefaults,
@@ -31,7 +32,7 @@ from mtplx.models.checkpoint import (
     weight_files,
 )
 from mtplx.models.dequantise import PLAIN, is_known, settings_of
-from mtplx.models.families import family_of, mtp_layers, promised_layers
+from mtplx.models.families import family_of, mtp_layers, promised_layers, text_settings
 
 MtpKind = Literal["native", "attached", "missing", "none"]
 """Layers in the model's own file; a head beside it; promised by the config and not there; none."""
@@ -248,8 +249,7 @@ class _Facts:
 
 def _directory_facts(checkpoint: Checkpoint) -> _Facts:
     config = json.loads((checkpoint.path / "config.json").read_text(encoding="utf-8"))
-    # A model of text and images keeps its language model's numbers in a config of their own.
-    text = {**config, **(config.get("text_config") or {})}
+    text = text_settings(config)
     quantisation = settings_of(config)
     model_type = str(text.get("model_type"))
     return _Facts(
@@ -310,10 +310,11 @@ def _gguf_facts(checkpoint: Checkpoint) -> _Facts:
 
     promised = number(_GGUF_PROMISE) or 0
     blocks = number("block_count")
+    known = gguf_families.FAMILIES.get(family)
     embedding = file.tensors.get("token_embd.weight")
     return _Facts(
         architecture=family,
-        model_type=family,
+        model_type=known.model_type if known else family,
         # llama.cpp counts MTP layers as blocks.
         layers=None if blocks is None else blocks - promised,
         hidden_size=number("embedding_length"),
@@ -345,9 +346,12 @@ def _native_layers(checkpoint: Checkpoint, facts: _Facts) -> MtpLayers:
         parameters=sum(tensor.parameters for tensor in tensors),
         bytes=sum(tensor.bytes for tensor in tensors),
         where=str(checkpoint.path),
-        usable=not checkpoint.is_gguf
-        and family is not None
-        and (facts.dequantised or all(tensor.dtype in _PLAIN for tensor in tensors)),
+        usable=family is not None
+        and (
+            not facts.quantisation
+            or facts.dequantised
+            or all(tensor.dtype in _PLAIN for tensor in tensors)
+        ),
     )
 
 

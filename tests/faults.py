@@ -30,6 +30,7 @@ from mtplx import verification
 from mtplx.drafters.mtp import HeadSlots
 from mtplx.engine.decoding import Batch
 from mtplx.history import Follower, Histories
+from mtplx.models.recurrent import Writes
 from mtplx.models.slots import SlotCache, Span
 from mtplx.randomness import Purpose
 from mtplx.shaping import Distributions, Shaper
@@ -59,7 +60,8 @@ def law(setting, depth, verifier="token", **more):
         assert p > test_law.THRESHOLD / 1000
 
     name = f"law of {verifier}, {setting}, depth {depth}"
-    return Check(name + (", two cycles" if more else ""), test, ())
+    name += ", two cycles" if "length" in more else ""
+    return Check(name + (", recurrent" if "quantize" in more else ""), test, ())
 
 
 def law_by_ones(rule):
@@ -410,6 +412,11 @@ FAULTS = [
             "(self._keys <= self._queries[:, :, -1:]).expand(-1, -1, self.positions.shape[1], -1)",
         ),
         law("hot", 2),
+    ),
+    Fault(
+        "a state keeps one token more than was accepted",
+        edited(Writes, "onto", "positions >= counts", "positions > counts"),
+        law("hot", 2, quantize="recurrent"),
     ),
     # The rule of one token.
     Fault(

@@ -173,7 +173,9 @@ def assert_caches_are_fresh(batch, head):
             following = torch.tensor([tokens[1:]])
             result = head.step(following, head.features(output), span, fresh)
             assert_same_slots(batch.head.cache, fresh, row, read)
-            torch.testing.assert_close(batch.head._hidden[row], result[0, -1], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(
+                batch.head._newest[0][row], result[0, -1], rtol=1e-4, atol=1e-4
+            )
 
 
 def assert_same_slots(slots, fresh, row, length):

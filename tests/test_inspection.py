@@ -88,6 +88,8 @@ def test_layers_behind_the_last_are_native_mtp_layers(model: Path) -> None:
         (["mtp.fc.weight", "mtp.norm.weight"], 1),
         (["mtp.layers.0.mlp.weight", "mtp.layers.1.mlp.weight"], 2),
         (["model.mtp_layers.0.a", "model.mtp_layers.0.b"], 1),
+        (["model.mtp_layers.0.a", "model.mtp_layers.1.a"], 2),
+        (["model.mtp_emb_norm.0.weight", "model.mtp_block.1.mlp.weight"], 2),
     ],
 )
 def test_modules_named_mtp_are_native_mtp_layers(
@@ -252,7 +254,7 @@ def test_gguf_blocks_beyond_the_trunks_are_native_mtp_layers(tmp_path: Path) -> 
     facts = inspection._gguf_facts(checkpoint)
     assert (facts.layers, facts.vocab_size, facts.context) == (2, 4, 128)
     mtp = inspection._native_layers(checkpoint, facts)
-    assert (mtp.kind, mtp.layers, mtp.parameters, mtp.usable) == ("native", 1, 128, False)
+    assert (mtp.kind, mtp.layers, mtp.parameters, mtp.usable) == ("native", 1, 128, True)
 
 
 @pytest.mark.model

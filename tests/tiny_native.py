@@ -150,6 +150,14 @@ def write(
 
 
 def _tensors(config: dict[str, Any], mtp_layers: int) -> dict[str, Tensor]:
+    noise = torch.Generator().manual_seed(1)
+    every = shapes(config, mtp_layers).items()
+    tensors = {name: _random(name, shape, noise) for name, shape in every}
+    return tensors | copies(tensors, mtp_layers)
+
+
+def shapes(config: dict[str, Any], mtp_layers: int) -> Shapes:
+    """Of all tensors but the layers' copies of the trunk's."""
     trunk: int = config["num_hidden_layers"]
     shapes: Shapes = {
         "model.embed_tokens.weight": (VOCAB, HIDDEN),
@@ -166,13 +174,17 @@ def _tensors(config: dict[str, Any], mtp_layers: int) -> dict[str, Tensor]:
                 "shared_head.norm.weight": (HIDDEN,),
             }
         shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
-    noise = torch.Generator().manual_seed(1)
-    tensors = {name: _random(name, shape, noise) for name, shape in shapes.items()}
-    for i in range(trunk, trunk + mtp_layers):
-        copies = {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"}
-        for copy, original in copies.items():
-            tensors[f"model.layers.{i}.{copy}.weight"] = tensors[f"{original}.weight"].clone()
-    return tensors
+    return shapes
+
+
+def copies(tensors: dict[str, Tensor], mtp_layers: int) -> dict[str, Tensor]:
+    """The trunk's embedding and output head once more in each layer."""
+    originals = {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"}
+    return {
+        f"model.layers.{TRUNK_LAYERS + i}.{copy}.weight": tensors[f"{original}.weight"].clone()
+        for i in range(mtp_layers)
+        for copy, original in originals.items()
+    }
 
 
 def _layer(config: dict[str, Any], dense: bool) -> Shapes:

@@ -91,8 +91,8 @@ class HeadSlots:
             following: the token after each of the pass's tokens, [B, T]; past a row's last
                 committed pair it may hold anything.
             span: of that pass.
-            last: for each row the index in the pass of its last committed pair, or -1 if none of
-                the pass is committed.
+            last: for each row the index in the pass of its last committed pair, negative if none
+                of the pass is committed.
         """
         self.catch_up()
         self._read(output, following, span, last)
@@ -129,8 +129,10 @@ class HeadSlots:
             self._recent = states.new_zeros(len(states), count, states.shape[2])
         every = torch.cat([self._recent, states], 1)
         rows = torch.arange(len(last), device=states.device)[:, None]
-        columns = torch.tensor([[*range(at + 1, at + 1 + count)] for at in last])
-        self._recent = every[rows, columns.to(states.device).view(len(last), count)]
+        # The last `count` up to that one: all of those before, where none is new.
+        first = torch.tensor(last, device=states.device).clamp_min(-1) + 1
+        columns = first[:, None] + torch.arange(count, device=states.device)
+        self._recent = every[rows, columns]
         return every
 
     def _newest_of(self, layer: int, like: Tensor) -> Tensor:

@@ -16,10 +16,11 @@ from torch.nn import functional as F
 from transformers.utils.generic import ContextManagers
 
 from mtplx.errors import MtplxError
+from mtplx.models import gguf_families, gguf_weights
 from mtplx.models.blocks import Blocks
 from mtplx.models.checkpoint import Checkpoint, reported, stored_tensors
 from mtplx.models.dequantise import PLAIN, settings_of
-from mtplx.models.families import Family, family_of, mtp_layers, promised_layers
+from mtplx.models.families import Family, family_of, mtp_layers, promised_layers, text_settings
 from mtplx.models.handing_over import fill
 from mtplx.models.linear import KernelLinear, hand_over
 from mtplx.models.mtp import MtpLayers
@@ -67,7 +68,6 @@ class NativeHead:
         """
         copies = copies or {}
         self.model, self.family = model, family
-        self.dtype: torch.dtype = model.dtype
         self.layers = model.count
         self.taps: tuple[int, ...] = (trunk.layers,) if family.before_norm else ()
         trunk.tap(self.taps)
@@ -79,10 +79,10 @@ class NativeHead:
         self._trunk = trunk
 
     def features(self, output: TrunkOutput) -> Tensor:
-        if not self.family.before_norm:
-            return output.hidden
-        assert output.aux is not None, "the trunk must tap its last layer"
-        return output.aux
+        states = output.aux if self.family.before_norm else output.hidden
+        assert states is not None, "the trunk must tap its last layer"
+        # The kernels' are float32.
+        return states.to(self.model.dtype)
 
     def new_cache(self, capacity: int) -> SlotCache:
         return SlotCache(capacity)
@@ -94,8 +94,8 @@ class NativeHead:
         cache.span = span
         result: Tensor = self.model(
             layer,
-            self.embeds[layer](tokens).to(self.dtype),
-            hidden.to(self.dtype),
+            self.embeds[layer](tokens).to(hidden.dtype),
+            hidden,
             # The slot is that of the hidden state, the rotary position that of the token.
             span.positions + 1,
             self._trunk.mask(self.model.kind(layer), span, self.model.config),
@@ -124,23 +124,17 @@ def load_native_head(
         MtplxError: the tensors of the MTP layers are not those that the family has.
     """
     if checkpoint.is_gguf:
-        if not mtp_layers(checkpoint.gguf_file.tensors, trunk.layers):
-            return None, ()
-        return None, ("nothing is drafted: the MTP layers of a GGUF file are not run yet",)
+        return _of_gguf(checkpoint, trunk)
     config = json.loads((checkpoint.path / "config.json").read_text(encoding="utf-8"))
-    kind = trunk.config.model_type
+    # As published, which need not be the trunk's: some go by another type's class.
+    kind = str(text_settings(config).get("model_type"))
     family = family_of(kind)
     with stored_tensors(checkpoint) as tensors:
         layers = mtp_layers(tensors, trunk.layers, family)
         # What is written counts: transformers' config classes say 1 where nothing is.
         promised = promised_layers(config)
         if not layers:
-            if not promised:
-                return None, ()
-            return None, (
-                f"nothing is drafted: config.json promises {promised} MTP layer(s), "
-                "but the weight files hold none",
-            )
+            return None, _broken_promise("config.json", promised)
         if family is None:
             return None, (f"nothing is drafted: the MTP layers of a {kind} model are not run yet",)
         own = {name: tensors[name] for names in layers.values() for name in names}
@@ -150,19 +144,50 @@ def load_native_head(
                 f"nothing is drafted: the MTP layers are quantised in {method} format, which is "
                 "not read here; the model's unquantised checkpoint has them",
             )
-        head = _load(checkpoint, trunk, family, own)
-    if promised == head.layers:
-        return head, ()
-    named = f"promises {promised} MTP layer(s)" if promised else "names no MTP layers"
-    return head, (
-        f"config.json {named}, and the weight files hold {head.layers}: what they hold drafts",
+        with reported(checkpoint):
+            head = _load(checkpoint, trunk, family, own)
+    return head, _difference("config.json", promised, head.layers)
+
+
+def _of_gguf(checkpoint: Checkpoint, trunk: Trunk) -> tuple[NativeHead | None, tuple[str, ...]]:
+    file = checkpoint.gguf_file
+    promised = gguf_families.promised_layers(file)
+    if not mtp_layers(file.tensors, trunk.layers):
+        return None, _broken_promise("its header", promised)
+    known = gguf_families.FAMILIES.get(file.architecture)
+    if known is None or known.mtp is None:
+        return None, (
+            f"nothing is drafted: the MTP layers of a {file.architecture} GGUF file are not run "
+            "yet",
+        )
+    with reported(checkpoint):
+        tensors = gguf_weights.mtp_weights(file, trunk.config, trunk.dtype)
+        head = _load(checkpoint, trunk, known.mtp, tensors)
+    return head, _difference("its header", promised, head.layers)
+
+
+def _broken_promise(where: str, promised: int) -> tuple[str, ...]:
+    """What to say where there are no MTP layers."""
+    if not promised:
+        return ()
+    return (
+        f"nothing is drafted: {where} promises {promised} MTP layer(s), but the weight files "
+        "hold none",
     )
+
+
+def _difference(where: str, promised: int, held: int) -> tuple[str, ...]:
+    """What to say where there are as many, or not."""
+    if promised == held:
+        return ()
+    named = f"promises {promised} MTP layer(s)" if promised else "names no MTP layers"
+    return (f"{where} {named}, and the weight files hold {held}: what they hold drafts",)
 
 
 def _load(
     checkpoint: Checkpoint, trunk: Trunk, family: Family, stored: Mapping[str, Any]
 ) -> NativeHead:
-    """The head made of these tensors, all of them and no others.
+    """The head made of these tensors, read or to be read by `[:]`; all of them and no others.
 
     Beside a trunk in few bits its linear layers are in as many.
 
@@ -170,12 +195,8 @@ def _load(
     here either is an error.
     """
     places = {name: family.translate(name, trunk.layers) for name in stored}
-    _require(
-        checkpoint,
-        trunk,
-        "has no place for these of its tensors",
-        [name for name, at in places.items() if not at],
-    )
+    homeless = [name for name, at in places.items() if not at]
+    _require(checkpoint, "has no place for these of its tensors", homeless)
     names = {name: place for name, place in places.items() if place}
     blocks = 1 + max(
         (_number(ours) for _, ours in names.values() if ours.startswith("blocks.")), default=0
@@ -193,28 +214,27 @@ def _load(
         library, bits = few
         hand_over(model, name, library, rounded(weight, bits), bias)
 
-    with reported(checkpoint):
-        tensors: dict[str, Any] = {}
-        copies: dict[tuple[str, int], Callable[[Tensor], Tensor]] = {}
-        # The published copies equal the trunk's; a layer that was trained further has its own.
-        shared = {"embedding": trunk.embed, "output": trunk.model.get_output_embeddings()}
-        for name, (layer, ours) in names.items():
-            part = ours.split(".")[2]
-            if part not in _COPIES:
-                tensors[ours] = stored[name]
-                continue
-            weight = stored[name][:].to(trunk.device, dtype)
-            if _is_made_of(shared[part], weight):
-                continue
-            if part == "embedding":
-                copies[part, layer] = partial(F.embedding, weight=weight)
-            elif few:  # as the trunk's own
-                copies[part, layer] = KernelLinear(few[0], weight.bfloat16())
-            else:
-                copies[part, layer] = partial(F.linear, weight=weight)
-        with ContextManagers(MtpLayers.get_init_context(dtype, False, False, None)):
-            model = MtpLayers(family, trunk.model, joints, blocks, bias)
-        report = fill(model, tensors, trunk.model, dtype, take if few else None)
+    tensors: dict[str, Any] = {}
+    copies: dict[tuple[str, int], Callable[[Tensor], Tensor]] = {}
+    # The published copies equal the trunk's; a layer that was trained further has its own.
+    shared = {"embedding": trunk.embed, "output": trunk.model.get_output_embeddings()}
+    for name, (layer, ours) in names.items():
+        part = ours.split(".")[2]
+        if part not in _COPIES:
+            tensors[ours] = stored[name]
+            continue
+        weight = stored[name][:].to(trunk.device, dtype)
+        if _is_made_of(shared[part], weight):
+            continue
+        if part == "embedding":
+            copies[part, layer] = partial(F.embedding, weight=weight)
+        elif few:  # as the trunk's own
+            copies[part, layer] = KernelLinear(few[0], weight.bfloat16())
+        else:
+            copies[part, layer] = partial(F.linear, weight=weight)
+    with ContextManagers(MtpLayers.get_init_context(dtype, False, False, None)):
+        model = MtpLayers(family, trunk.model, joints, blocks, bias)
+    report = fill(model, tensors, trunk.model, dtype, take if few else None)
     theirs = {ours: name for name, (_, ours) in names.items()}
     wrong = {name for name, *_ in report.mismatched_keys} | set(report.conversion_errors)
     for problem, missed in (
@@ -222,7 +242,7 @@ def _load(
         ("lacks these tensors, or has them in other shapes", report.missing_keys | wrong),
     ):
         listed = [theirs.get(name) or family.published(name, trunk.layers) for name in missed]
-        _require(checkpoint, trunk, problem, listed)
+        _require(checkpoint, problem, listed)
     return NativeHead(model.eval().requires_grad_(False), family, trunk, copies)
 
 
@@ -230,12 +250,12 @@ def _number(name: str) -> int:
     return int(name.split(".")[1])
 
 
-def _require(checkpoint: Checkpoint, trunk: Trunk, problem: str, names: list[str]) -> None:
+def _require(checkpoint: Checkpoint, problem: str, names: list[str]) -> None:
     """That there are no such tensors."""
     if names:
         raise MtplxError(
-            f"{checkpoint.path}: its MTP layer {problem}: {', '.join(sorted(names))}; take a "
-            f"{trunk.config.model_type} checkpoint as it was published"
+            f"{checkpoint.path}: its MTP layer {problem}: {', '.join(sorted(names))}; take the "
+            "checkpoint as it was published"
         )
 
 

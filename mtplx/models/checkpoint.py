@@ -28,14 +28,14 @@ from safetensors import SafetensorError, safe_open
 
 from mtplx.errors import MtplxError
 from mtplx.kernels import Kernels
-from mtplx.models import dequantise, gguf, gguf_tokenizer, gguf_weights
+from mtplx.models import dequantise, gguf, gguf_families, gguf_tokenizer, gguf_weights
 from mtplx.models.blocks import Bits
 from mtplx.models.eagle3_original import is_head
 from mtplx.models.head_files import PICKLED
 from mtplx.models.rounding import Report, Rounder
 
-# As in `gguf`: transformers is imported where it is needed, so that a mistyped path does not
-# take seconds to say so.
+# As in `gguf_families`: transformers is imported where it is needed, so that a mistyped path does
+# not take seconds to say so.
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -341,6 +341,10 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 # --- loading ---------------------------------------------------------------------------------
 
+_NAMESAKES = {"mimo": "qwen2"}
+"""Model types that transformers does not have, and those of its own that they are under another
+name, tensor for tensor and setting for setting."""
+
 
 def load_config(checkpoint: Checkpoint) -> PreTrainedConfig:
     """The checkpoint's transformers config, of a class that transformers itself has.
@@ -353,9 +357,13 @@ def load_config(checkpoint: Checkpoint) -> PreTrainedConfig:
 
     with reported(checkpoint):
         if checkpoint.is_gguf:
-            return gguf.load_config(checkpoint.gguf_file)
+            return gguf_families.load_config(checkpoint.gguf_file)
         declared = _read_json(checkpoint.path / "config.json")
         model_type = declared.get("model_type")
+        if namesake := _NAMESAKES.get(str(model_type)):
+            # What names a class is left out: it would be another one.
+            shared = declared.keys() - {"model_type", "architectures", "auto_map"}
+            return CONFIG_MAPPING[namesake].from_dict({key: declared[key] for key in shared})
         if model_type not in CONFIG_MAPPING:
             raise MtplxError(
                 f"{checkpoint.name}: transformers {version} has no model type {model_type!r}"

@@ -6,7 +6,8 @@ a last norm over that. They differ in names, in the kind of the decoder layer, a
 below. docs/adding-a-family.md says how one is added.
 
 Where implementations differ in what is fed to a head, docs/models.md says which is followed here
-and why.
+and why. In some families vLLM and SGLang have zeros for the embedding in a text's first pair; here,
+as in transformers, no pair is special.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ class Family:
     """How a family names and wires its MTP layers.
 
     Attributes:
-        types: `model_type` of the trunk's config.
+        types: `model_type` of the trunk's config, as it was published.
         joint: what comes before the names of norms and matrices around the decoder layer, with
-            `{}` for the layer's number, if that has one.
+            `{}` for the layer's number, if that has one; `{part}` for the name, where the number
+            comes behind it.
         block: what comes before the decoder layer's own names, likewise.
         parts: the name of each part behind `joint`, and what it is here: `embedding_norm`,
             `hidden_norm`, `join`, `norm`; `embedding` and `output` for copies of the trunk's.
@@ -87,17 +89,22 @@ class Family:
             return self.block.replace("{}", shown) + rest
         part, suffix = rest.split(".", 1)
         theirs = next(theirs for theirs, ours in self.parts.items() if ours == part)
-        return f"{self.joint.replace('{}', shown)}{theirs}.{suffix}"
+        return f"{self._place.replace('{}', shown).replace('{part}', theirs)}.{suffix}"
 
     @property
     def has_norm(self) -> bool:
         """Whether there is a norm behind the decoder layer."""
         return "norm" in self.parts.values()
 
+    @property
+    def _place(self) -> str:
+        return self.joint if "{part}" in self.joint else self.joint + "{part}"
+
     @cached_property
     def _joint(self) -> re.Pattern[str]:
         parts = "|".join(map(re.escape, self.parts))
-        return re.compile(rf"{_numbered(self.joint)}(?P<part>{parts})\.(?P<kind>weight|bias)$")
+        place = _numbered(self._place).replace(r"\{part\}", f"(?P<part>{parts})")
+        return re.compile(rf"{place}\.(?P<kind>weight|bias)$")
 
     @cached_property
     def _block(self) -> re.Pattern[str]:
@@ -145,6 +152,56 @@ FAMILIES = (
             "decoder_sparse_step": 1,
         },
     ),
+    # MiMo-7B: a Qwen2 by another name. Its authors' class for transformers has these names and
+    # joins them so, but does not say what is fed to them. vLLM's class, which is theirs too, feeds
+    # the trunk's state before its last norm; SGLang's the state after it.
+    Family(
+        types=("mimo",),
+        joint="model.mtp_layers.{}.",
+        block="model.mtp_layers.{}.",
+        parts={
+            "token_layernorm": "embedding_norm",
+            "hidden_layernorm": "hidden_norm",
+            "input_proj": "join",
+            "final_layernorm": "norm",
+        },
+        settings=lambda config, count: {"layer_types": ["full_attention"] * count},
+        hidden_first=True,
+        before_norm=True,
+    ),
+    # Ernie 4.5 MoE. Its layer is dense and has no norm behind it: what the decoder layer computes
+    # goes to the output head as it is. It turns heads as the trunk does; in vLLM it pairs their
+    # numbers otherwise, by Llama's class.
+    Family(
+        types=("ernie4_5_moe",),
+        joint="model.{part}.{}",
+        block="model.mtp_block.{}.",
+        parts={
+            "mtp_emb_norm": "embedding_norm",
+            "mtp_hidden_norm": "hidden_norm",
+            "mtp_linear_proj": "join",
+        },
+        settings=lambda config, count: {"moe_layer_start_index": count},
+    ),
+    # The three layers of MiMo-V2-Flash. Each is fed the trunk's state, as in SGLang, which has all
+    # three draft; vLLM runs the first alone, over and over.
+    Family(
+        types=("mimo_v2_flash",),
+        joint="model.mtp.layers.{}.",
+        block="model.mtp.layers.{}.",
+        parts={
+            "enorm": "embedding_norm",
+            "hnorm": "hidden_norm",
+            "eh_proj": "join",
+            "final_layernorm": "norm",
+        },
+        renamed={"pre_mlp_layernorm": "post_attention_layernorm"},
+        settings=lambda config, count: {
+            "layer_types": ["sliding_attention"] * count,
+            "mlp_layer_types": ["dense"] * count,
+        },
+        chained=False,
+    ),
 )
 
 
@@ -163,16 +220,21 @@ _PROMISES = (
 )
 
 
+def text_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a config.json says of its language model."""
+    # A model of text and images keeps its language model's settings in a config of their own.
+    return {**config, **(config.get("text_config") or {})}
+
+
 def promised_layers(config: Mapping[str, Any]) -> int:
     """How many MTP layers a config.json promises; what it leaves out counts as none."""
-    # A model of text and images keeps its language model's numbers in a config of their own.
-    text = {**config, **(config.get("text_config") or {})}
+    text = text_settings(config)
     return next((int(text[key]) for key in _PROMISES if text.get(key)), 0)
 
 
 # Anchored, so that the layers of a vision tower are not taken for more of the trunk's.
 _LAYER = re.compile(r"^(?:(?:model|language_model)\.)*layers\.(\d+)\.|^blk\.(\d+)\.")
-_MODULE = re.compile(r"(?:^|\.)mtp\w*\.(?:\w+\.)?(?:(\d+)\.)?")
+_MODULE = re.compile(r"(?:^|\.)mtp\w*\.(?:[^\W\d]\w*\.)?(?:(\d+)\.)?")
 
 
 def mtp_layers(

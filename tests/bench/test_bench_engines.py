@@ -208,7 +208,7 @@ def llama_cpp(monkeypatch):
     config = SimpleNamespace(
         num_hidden_layers=2, num_key_value_heads=2, num_attention_heads=4, hidden_size=16
     )
-    monkeypatch.setattr(ours.gguf, "load_config", lambda file: config)
+    monkeypatch.setattr(ours.gguf_families, "load_config", lambda file: config)
     monkeypatch.setattr(ours.gguf, "read_gguf", lambda path: path)
     yield module
     sys.modules.pop("mtplx.bench.llamacpp", None)

@@ -1,4 +1,7 @@
-"""Native MTP heads, against transformers' `MtpModel` and a reference without any cache."""
+"""Native MTP heads: against transformers' `MtpModel`, and what files may look like.
+
+That each family's layers are wired as they were published is proved in `families`.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,8 @@ import pytest
 import tiny_checkpoint
 import tiny_native
 import torch
+from family_proof import GREEDY, PROMPTS, SAMPLED, decode, load, watch_drafts
 from safetensors.torch import load_file, save_file
-from torch import Tensor
-from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
@@ -20,22 +22,14 @@ from transformers.modeling_layers import MtpModel
 from mtplx import kernels
 from mtplx.drafters.find import find_head
 from mtplx.drafters.native import load_native_head
-from mtplx.engine.decoding import Batch
-from mtplx.engine.request import Request
 from mtplx.errors import MtplxError
 from mtplx.inspection import inspect
-from mtplx.models.checkpoint import Checkpoint, load_config, load_model
+from mtplx.models.checkpoint import Checkpoint, load_model
 from mtplx.models.linear import hand_over, linear_layers
 from mtplx.models.trunk import Trunk
-from mtplx.sampling import SamplerConfig
 
 FAMILIES = sorted(tiny_native.FAMILIES)
 LAYER = f"model.layers.{tiny_native.TRUNK_LAYERS}."
-PROMPTS = [(3, 1, 4, 1, 5, 9, 2, 6), (7,), (2, 7, 1, 8, 2)]
-"""Of three lengths, one of them with nothing before the pending token."""
-
-GREEDY = SamplerConfig(temperature=0.0)
-SAMPLED = SamplerConfig(temperature=1.0)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -46,67 +40,6 @@ def directory(request, tmp_path_factory):
 @pytest.fixture(scope="module")
 def loaded(directory):
     return load(directory)
-
-
-def load(directory):
-    """The trunk and what `load_native_head` says of it."""
-    checkpoint = Checkpoint(str(directory), directory)
-    trunk = Trunk(load_model(checkpoint, torch.float32))
-    return trunk, *load_native_head(checkpoint, trunk)
-
-
-def decode(trunk, head, prompts, depth, sampling=GREEDY, tokens=24, watch=None):
-    """Run requests side by side; returns their texts and the statistics of each."""
-    requests = [Request(p, sampling, i, tokens, depth) for i, p in enumerate(prompts)]
-    batch = Batch(trunk, head, requests)
-    if watch:
-        watch(batch)
-    texts: list[list[int]] = [[] for _ in prompts]
-    stats = [slot.stats for slot in batch.slots]
-    for bursts in batch.run():
-        for burst in bursts:
-            texts[burst.index] += burst.tokens
-    return texts, stats
-
-
-def watch_drafts(cycles, batch):
-    """Record of each draft: the request, the tokens before it, its tokens and its logits."""
-    draft, logits = batch.head.draft, batch.head.head.logits
-
-    def recording(*args, **kwargs):
-        seen: list[Tensor] = []
-        batch.head.head.logits = lambda *of: seen.append(logits(*of)) or seen[-1]
-        result = draft(*args, **kwargs)
-        del batch.head.head.logits
-        for row, slot in enumerate(batch.slots):
-            known = [*slot.request.prompt, *slot.output]
-            cycles.append((slot.index, known, result.tokens[row], torch.stack(seen)[:, row]))
-        return result
-
-    batch.head.draft = recording
-
-
-# --- the text --------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def expected(directory):
-    """What transformers writes, one prompt at a time."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    model.generation_config.eos_token_id = None
-    settings = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0}
-    texts = [model.generate(torch.tensor([prompt]), **settings)[0].tolist() for prompt in PROMPTS]
-    return [text[len(prompt) :] for prompt, text in zip(PROMPTS, texts, strict=True)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("depth", [1, 2, 3, 4, 5])
-def test_greedy_text_is_that_of_generate(loaded, expected, depth):
-    trunk, head, _ = loaded
-    alone, _ = decode(trunk, head, PROMPTS[:1], depth)
-    together, _ = decode(trunk, head, PROMPTS, depth)
-    assert alone == expected[:1]
-    assert together == expected
 
 
 # --- the drafts ------------------------------------------------------------------------------
@@ -158,104 +91,6 @@ def test_at_depth_one_the_drafted_logits_are_those_of_mtp_model(directory, loade
     assert accepted < drafted
     if sampling is SAMPLED:
         assert accepted
-
-
-class StraightLine:
-    """The head as its report describes it, over whole texts, with nothing kept in between.
-
-    Its decoder layer is read the ordinary way: as one more layer of a deeper trunk.
-    """
-
-    def __init__(self, directory):
-        config = load_config(Checkpoint("", directory))
-        config.num_hidden_layers += 1
-        model = AutoModelForCausalLM.from_pretrained(directory, config=config).eval()
-        self.block = model.model.layers.pop(-1)
-        config.num_hidden_layers -= 1
-        model.config.num_hidden_layers -= 1
-        self.model, self.eps = model, config.rms_norm_eps
-        self.tensors: dict[str, Tensor] = {}
-        for file in directory.glob("*.safetensors"):
-            self.tensors |= load_file(file)
-
-    def norm(self, name, x):
-        weight = self.tensors[f"{LAYER}{name}.weight"]
-        return weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
-
-    @torch.inference_mode()
-    def logits(self, known, drafted):
-        hidden = self.model.model(torch.tensor([known[:-1]])).last_hidden_state
-        tokens = known[1:]
-        rows = []
-        for token in drafted:
-            embeds = self.tensors["model.embed_tokens.weight"][tokens][None]
-            pair = torch.cat([self.norm("enorm", embeds), self.norm("hnorm", hidden)], -1)
-            x = F.linear(pair, self.tensors[f"{LAYER}eh_proj.weight"])
-            positions = torch.arange(1, len(tokens) + 1)[None]
-            rotary = self.model.model.rotary_emb(x, positions)
-            y = self.block(x, position_embeddings=rotary, position_ids=positions)
-            last = self.norm("shared_head.norm", y)[:, -1:]
-            rows.append(F.linear(last[0, 0], self.tensors["lm_head.weight"]))
-            hidden, tokens = torch.cat([hidden, last], 1), [*tokens, token]
-        return torch.stack(rows)
-
-
-@pytest.mark.slow
-def test_deeper_drafts_are_those_of_a_reference_without_caches(directory, loaded):
-    trunk, head, _ = loaded
-    reference = StraightLine(directory)
-    cycles: list = []
-    _, stats = decode(trunk, head, PROMPTS, 3, SAMPLED, 32, partial(watch_drafts, cycles))
-    for _, known, drafted, logits in cycles:
-        if len(known) > 1:
-            expected = reference.logits(known, drafted.tolist())
-            torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
-    # Every way for a cycle to end leaves other caches behind.
-    kept = torch.tensor([s.accepted_by_position[:3] for s in stats]).sum(0).tolist()
-    assert len(cycles) > kept[0] > kept[2] > 0
-
-
-def counting(source, tensors):
-    """A trunk that counts, and a head that does if it is given the right `source`.
-
-    Embeddings are unit vectors that the layers leave alone; the output head names the next
-    number. The head either passes on the token it is joined with, or moves the hidden state one
-    number on; one taken from a position too early or too late counts wrong.
-    """
-    v, h = tiny_native.VOCAB, tiny_native.HIDDEN
-    embedding = torch.eye(v, h)
-    output = embedding.roll(1, 0)
-    onward = torch.zeros(h, h)
-    onward[:v, :v] = torch.eye(v).roll(1, 0)
-    nothing = torch.zeros(h, h)
-    project = [torch.eye(h), nothing] if source == "token" else [nothing, onward]
-    for name, tensor in tensors.items():
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            tensor.zero_()
-        elif name.endswith("embed_tokens.weight"):
-            tensor.copy_(embedding)
-        elif name.endswith(("lm_head.weight", "shared_head.head.weight")):
-            tensor.copy_(output)
-        elif name.endswith("eh_proj.weight"):
-            tensor.copy_(torch.cat(project, -1))
-        elif name.endswith(("norm.weight",)):
-            tensor.fill_(1.0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("source", ["token", "hidden"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_head_that_knows_the_text_has_every_draft_kept(tmp_path, family, source):
-    tiny_native.write(tmp_path, family, change=partial(counting, source))
-    trunk, head, _ = load(tmp_path)
-    prompts = [(3, 4, 5, 6, 7, 8), (9,), (1, 2, 3)]
-    for depth in (1, 2, 3, 4, 5):
-        texts, stats = decode(trunk, head, prompts, depth)
-        for prompt, text, s in zip(prompts, texts, stats, strict=True):
-            start = prompt[-1] + 1
-            assert text == [n % tiny_native.VOCAB for n in range(start, start + 24)]
-            assert len(s.drafted_by_position) == depth
-            assert s.accepted_by_position == s.drafted_by_position
 
 
 # --- the files -------------------------------------------------------------------------------
