@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from functools import partial
 
+import drafters.families.test_mimo as mimo
 import drafters.families.test_qwen as qwen
 import pytest
 import tiny_native
@@ -25,6 +26,7 @@ from mtplx.drafters.native import load_native_head
 from mtplx.inspection import inspect
 from mtplx.models.blocks import Blocks
 from mtplx.models.checkpoint import Checkpoint, load_model, load_rounded
+from mtplx.models.fused import FusedTrunk
 from mtplx.models.linear import KernelLinear, hand_over, linear_layers, tiles
 from mtplx.models.rounding import rounded
 from mtplx.models.slots import Span
@@ -151,6 +153,18 @@ def test_a_tensor_without_its_other_half_is_one_line_that_names_it(tmp_path, mis
     assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
 
 
+def test_layers_that_a_quantised_file_lost_are_a_note(tmp_path):
+    """As files of tools have it that know only the trunk: nothing is drafted, and nothing drawn."""
+    config, tensors = checkpoint("deepseek_v3", tmp_path / "source")
+    tensors = {name: tensor for name, tensor in tensors.items() if not is_mtp(name)}
+    stored, _ = quantise(tensors, "awq")
+    write_checkpoint(tmp_path, config | {"quantization_config": FORMATS["awq"][1]}, stored)
+    _, head, (note,) = load(tmp_path)
+    assert head is None and "promises 1 MTP layer(s), but the weight files hold none" in note
+    found = inspect(tmp_path)
+    assert (found.mtp.kind, found.mtp.usable) == ("missing", False)
+
+
 def test_a_quantised_tensor_that_no_layer_has_is_named(tmp_path):
     config, tensors = checkpoint("glm4_moe", tmp_path / "source")
     tensors[f"{LAYER}self_attn.gate_proj.weight"] = torch.zeros(32, 32)
@@ -242,6 +256,21 @@ def test_beside_a_trunk_in_few_bits_a_head_is_in_as_many(tmp_path, family, bits)
     assert texts == decode(trunk, None, PROMPTS, 0)[0]
     _, stats = decode(trunk, head, PROMPTS, 2, SAMPLED)
     assert sum(sum(s.accepted_by_position) for s in stats)
+
+
+@needs_kernels
+def test_beside_a_whole_pass_of_the_kernels_too(tmp_path):
+    """Of which other weights are in bfloat16, where the kernels' results are float32."""
+    proof = mimo.TestMiMo()
+    found = Checkpoint("tiny", write_checkpoint(tmp_path, proof.config, proof.tensors()))
+    trunk = FusedTrunk(load_rounded(found, kernels.find(), "int4"), kernels.find())
+    assert trunk.dtype == torch.bfloat16
+    head, _ = load_native_head(found, trunk)
+    assert {part.dtype for part in head.model.parameters()} == {torch.float32}
+    assert not linear_layers(head.model)
+    _, stats = decode(trunk, head, PROMPTS, 3, SAMPLED)
+    assert sum(sum(s.accepted_by_position) for s in stats)
+    assert decode(trunk, head, PROMPTS, 3)[0] == decode(trunk, None, PROMPTS, 0)[0]
 
 
 @needs_kernels

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import quantised
+import tiny_checkpoint
 import torch
 from quantised import FORMATS
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
+import mtplx
 from mtplx import MtplxError
 from mtplx.models.checkpoint import Checkpoint, stored_tensors
 from mtplx.models.dequantise import plain, unpack
@@ -182,3 +185,24 @@ def test_nothing_is_read_before_it_is_asked_for(tmp_path, monkeypatch):
         assert asked == [] and found["a.weight"].get_shape() == [32, 48]
         torch.testing.assert_close(found["a.weight"][...], expected)
     assert sorted(asked) == sorted(slices)
+
+
+@pytest.mark.parametrize("format", ["fp8", "gptq", "awq", "packed"])
+def test_a_quantised_model_writes_what_the_plain_one_does(tmp_path, format):
+    """By the public face, with a tokenizer; tensors in the config's own type."""
+    texts = []
+    tiny_checkpoint.write(tmp_path / "plain")
+    shutil.copytree(tmp_path / "plain", tmp_path / "stored")
+    file = tmp_path / "plain" / "model.safetensors"
+    stored, weights = quantised.quantise(load_file(file), format)
+    save_file(weights, file, {"format": "pt"})
+    save_file(stored, tmp_path / "stored" / "model.safetensors", {"format": "pt"})
+    config = json.loads((tmp_path / "stored" / "config.json").read_text())
+    config["quantization_config"] = FORMATS[format][1]
+    (tmp_path / "stored" / "config.json").write_text(json.dumps(config))
+    for directory in ("plain", "stored"):
+        llm = mtplx.load(tmp_path / directory, device="cpu", dtype="float32")
+        greedy = mtplx.SamplerConfig(temperature=0.0)
+        texts.append(llm.generate("abc", max_tokens=24, sampling=greedy).token_ids)
+    assert texts[0] == texts[1]
+    assert len(set(texts[0])) > 1
