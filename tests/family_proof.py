@@ -68,19 +68,19 @@ def decode(trunk, head, prompts, depth, sampling=GREEDY, tokens=24, watch=None):
 
 def watch_drafts(cycles, batch):
     """Record of each draft: the request, the tokens before it, its tokens and its logits."""
-    draft, logits = batch.head.draft, batch.head.head.logits
+    draft, logits = batch.drafter.draft, batch.drafter.head.logits
 
     def recording(*args, **kwargs):
         seen: list[Tensor] = []
-        batch.head.head.logits = lambda *of: seen.append(logits(*of)) or seen[-1]
+        batch.drafter.head.logits = lambda *of: seen.append(logits(*of)) or seen[-1]
         result = draft(*args, **kwargs)
-        del batch.head.head.logits
+        del batch.drafter.head.logits
         for row, slot in enumerate(batch.slots):
             known = [*slot.request.prompt, *slot.output]
             cycles.append((slot.index, known, result.tokens[row], torch.stack(seen)[:, row]))
         return result
 
-    batch.head.draft = recording
+    batch.drafter.draft = recording
 
 
 def write_checkpoint(

@@ -686,8 +686,8 @@ FAULTS = [
         edited(
             Batch,
             "cycle",
-            "self.head.refill(output, following,",
-            "self.head.refill(output, torch.cat([draft.tokens, pending], 1),",
+            "self.drafter.refill(output, following,",
+            "self.drafter.refill(output, torch.cat([draft.tokens, pending], 1),",
         ),
         CACHES,
     ),

@@ -115,36 +115,38 @@ def drafter(trunk, draft_vocab_size=None):
 
 
 @functools.cache
-def exact(name, length, vocabulary, quantize=None):
+def exact(name, length, vocabulary, quantize=None, prompt=PROMPT):
     """The joint distribution of the first tokens, [V] * length, by enumeration."""
     trunk = model(vocabulary, quantize)
     p, config = np.ones(()), SETTINGS[name]
     for n in range(length):
         prefixes = np.array(list(itertools.product(range(vocabulary), repeat=n)), dtype=int)
         prefixes = prefixes.reshape(vocabulary**n, n)
-        texts = np.concatenate([np.tile(PROMPT, (vocabulary**n, 1)), prefixes], axis=1)
+        texts = np.concatenate([np.tile(prompt, (vocabulary**n, 1)), prefixes], axis=1)
         span = Span.after([0] * len(texts), texts.shape[1], trunk.device)
         cache = trunk.new_cache(span.end)
         logits = trunk.forward(torch.tensor(texts), span, cache).logits[:, -1].numpy()
         rows = [
-            distribution_from_logits(row, config, prompt_ids=PROMPT, output_ids=prefix)
+            distribution_from_logits(row, config, prompt_ids=prompt, output_ids=prefix)
             for row, prefix in zip(logits, prefixes, strict=True)
         ]
         p = p[..., None] * np.reshape(rows, [vocabulary] * (n + 1))
     return p
 
 
-def observed(name, depth, verifier, runs, length, vocabulary, quantize=None):
+def observed(
+    name, depth, verifier, runs, length, vocabulary, quantize=None, prompt=PROMPT, drafting=None
+):
     """How often each text came out, [V] * length."""
     trunk = model(vocabulary, quantize)
-    head = drafter(trunk, DRAFT_VOCAB[name])
+    head = drafting or drafter(trunk, DRAFT_VOCAB[name])
     counts = np.zeros([vocabulary] * length, dtype=int)
     # Half of the time would go into looking for garbage among many small requests.
     gc.disable()
     try:
         for start in range(0, runs, ROWS):
             requests = [
-                Request(PROMPT, SETTINGS[name], seed, length, depth, verifier=verifier)
+                Request(prompt, SETTINGS[name], seed, length, depth, verifier=verifier)
                 for seed in range(start, min(start + ROWS, runs))
             ]
             texts = [[] for _ in requests]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mtplx import kernels
+from mtplx.drafters.mtp import Head
 from mtplx.errors import MtplxError
 from mtplx.kernels import Kernels
 from mtplx.models.blocks import Bits
@@ -28,7 +29,7 @@ from mtplx.models.slots import KVSlots, Span
 from mtplx.models.trunk import Trunk, TrunkOutput
 
 
-class AttachedHead:
+class AttachedHead(Head):
     """Binds a head to the trunk whose states it is fed.
 
     They share the trunk's embedding, unless the head has another one of its own.

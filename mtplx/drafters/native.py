@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.utils.generic import ContextManagers
 
+from mtplx.drafters.mtp import Head
 from mtplx.errors import MtplxError
 from mtplx.models import gguf_families, gguf_weights
 from mtplx.models.blocks import Blocks
@@ -32,7 +33,7 @@ _COPIES = ("embedding", "output")
 """Parts that are copies of the trunk's, or were trained further."""
 
 
-class NativeHead:
+class NativeHead(Head):
     """MTP layers over the trunk's embedding, rotary positions and output head.
 
     At position i a layer computes, in the notation of DeepSeek-V3's report (arXiv 2412.19437, 2.2),
