@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import quantised
@@ -13,9 +14,11 @@ import torch
 from quantised import FORMATS
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
 
 import mtplx
 from mtplx import MtplxError
+from mtplx.models import checkpoint as loading
 from mtplx.models.checkpoint import Checkpoint, stored_tensors
 from mtplx.models.dequantise import plain, unpack
 
@@ -206,3 +209,30 @@ def test_a_quantised_model_writes_what_the_plain_one_does(tmp_path, format):
         texts.append(llm.generate("abc", max_tokens=24, sampling=greedy).token_ids)
     assert texts[0] == texts[1]
     assert len(set(texts[0])) > 1
+
+
+@pytest.mark.parametrize(
+    "device, answer, stays",
+    [
+        ("cuda", {"dequantize": False}, True),
+        ("cuda", {}, True),
+        ("cuda", {"dequantize": True}, False),
+        ("cuda", ImportError("pip install a package"), False),
+        ("cuda", RuntimeError("a newer GPU is needed"), False),
+        ("cpu", {}, False),
+        ("mps", {}, False),
+    ],
+)
+def test_weights_stay_quantised_only_where_transformers_computes_with_them(
+    monkeypatch, device, answer, stays
+):
+    """transformers' answers are made up: what it says on a GPU depends on the GPU."""
+
+    def ask(config, own, device_map, *_):
+        assert device_map == {"": torch.device(device)}
+        if isinstance(answer, Exception):
+            raise answer
+        return SimpleNamespace(quantization_config=SimpleNamespace(**answer)), config, device_map
+
+    monkeypatch.setattr("transformers.quantizers.auto.get_hf_quantizer", ask)
+    assert loading._computes_quantised(LlamaConfig(), torch.device(device)) == stays
