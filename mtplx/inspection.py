@@ -31,6 +31,7 @@ from mtplx.models.checkpoint import (
     reported,
     weight_files,
 )
+from mtplx.models.dequantise import PLAIN, is_known, settings_of
 from mtplx.models.families import family_of, mtp_layers, promised_layers, text_settings
 
 MtpKind = Literal["native", "attached", "missing", "none"]
@@ -46,6 +47,9 @@ _TORCH_NAMES = {
     "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2",
 }
+
+
+_PLAIN = frozenset(_TORCH_NAMES[kind] for kind in PLAIN)
 
 
 @dataclass(frozen=True)
@@ -176,10 +180,12 @@ def inspect(
     elif mtp.kind == "none":
         notes.append("it has no MTP layers; `--head` attaches a trained head")
     if facts.quantisation:
-        notes.append(
-            f"its weights are stored quantised ({facts.quantisation}); whether transformers can "
-            "read them on this machine shows when they are loaded"
+        how = (
+            " and are read as plain ones"
+            if facts.dequantised
+            else "; whether transformers can read them on this machine shows when they are loaded"
         )
+        notes.append(f"its weights are stored quantised ({facts.quantisation}){how}")
     context = facts.context
     if trunk is not None:
         context = trunk.context
@@ -237,13 +243,14 @@ class _Facts:
     context: int | None
     promised: int
     quantisation: str | None
+    dequantised: bool
     tensors: Mapping[str, StoredTensor]
 
 
 def _directory_facts(checkpoint: Checkpoint) -> _Facts:
     config = json.loads((checkpoint.path / "config.json").read_text(encoding="utf-8"))
     text = text_settings(config)
-    quantisation = config.get("quantization_config")
+    quantisation = settings_of(config)
     model_type = str(text.get("model_type"))
     return _Facts(
         architecture=next(iter(config.get("architectures") or ()), model_type),
@@ -253,7 +260,10 @@ def _directory_facts(checkpoint: Checkpoint) -> _Facts:
         vocab_size=text.get("vocab_size"),
         context=text.get("max_position_embeddings"),
         promised=promised_layers(config),
-        quantisation=quantisation and quantisation.get("quant_method", "of an unnamed kind"),
+        quantisation=quantisation.get("quant_method", "of an unnamed kind")
+        if quantisation
+        else None,
+        dequantised=is_known(quantisation),
         tensors={
             name: tensor
             for file in weight_files(checkpoint.path)
@@ -312,6 +322,7 @@ def _gguf_facts(checkpoint: Checkpoint) -> _Facts:
         context=number("context_length"),
         promised=promised,
         quantisation=None,
+        dequantised=False,
         tensors={
             name: StoredTensor(tensor.shape, tensor.kind.name, tensor.data.nbytes)
             for name, tensor in file.tensors.items()
@@ -335,7 +346,12 @@ def _native_layers(checkpoint: Checkpoint, facts: _Facts) -> MtpLayers:
         parameters=sum(tensor.parameters for tensor in tensors),
         bytes=sum(tensor.bytes for tensor in tensors),
         where=str(checkpoint.path),
-        usable=family is not None and not facts.quantisation,
+        usable=family is not None
+        and (
+            not facts.quantisation
+            or facts.dequantised
+            or all(tensor.dtype in _PLAIN for tensor in tensors)
+        ),
     )
 
 

@@ -548,9 +548,9 @@ def load(
         device: None for CUDA or Apple's GPU where there is one, else the CPU.
         deterministic: compute every position to the same bits, whatever pass it is in: slower,
             and a coupled text is then the same at every depth, alone or in a batch.
-        quantize: on the CPU, `int8` or `int4` rounds the linear layers to numbers of so many
-            bits in groups of 32, and `file` takes those that a GGUF file has; several times
-            faster. `none` and None compute in `dtype`.
+        quantize: on the CPU, `int8` or `int4` rounds the linear layers, those of the model's own
+            MTP layers too, to numbers of so many bits in groups of 32, and `file` takes those that
+            a GGUF file has; several times faster. `none` and None compute in `dtype`.
         report: called while layers are quantised: how many are done, and of how many.
     Raises:
         MtplxError: the model or head cannot be had, in one line that says what to do.

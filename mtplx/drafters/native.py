@@ -7,27 +7,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from torch.nn import functional as F
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import convert_and_load_state_dict_in_model
-from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils.generic import ContextManagers
 
 from mtplx.drafters.mtp import Head
 from mtplx.errors import MtplxError
 from mtplx.models import gguf_families, gguf_weights
-from mtplx.models.checkpoint import Checkpoint, reported, weight_files
+from mtplx.models.blocks import Blocks
+from mtplx.models.checkpoint import Checkpoint, reported, stored_tensors
+from mtplx.models.dequantise import PLAIN, settings_of
 from mtplx.models.families import Family, family_of, mtp_layers, promised_layers, text_settings
-from mtplx.models.linear import KernelLinear
+from mtplx.models.handing_over import fill
+from mtplx.models.linear import KernelLinear, hand_over
 from mtplx.models.mtp import MtpLayers
+from mtplx.models.rounding import kept_in, rounded
 from mtplx.models.slots import SlotCache, Span
 from mtplx.models.trunk import Trunk, TrunkOutput
 
@@ -60,14 +58,14 @@ class NativeHead(Head):
         model: MtpLayers,
         family: Family,
         trunk: Trunk,
-        copies: Mapping[tuple[str, int], Tensor] | None = None,
+        copies: Mapping[tuple[str, int], Callable[[Tensor], Tensor]] | None = None,
     ) -> None:
         """
         Args:
             model: the layers.
             family: whose they are.
             trunk: whose embedding and output head they share.
-            copies: by part (`embedding`, `output`) and layer, weights that differ from the trunk's.
+            copies: by part (`embedding`, `output`) and layer, those that differ from the trunk's.
         """
         copies = copies or {}
         self.model, self.family = model, family
@@ -77,16 +75,8 @@ class NativeHead(Head):
         self.chained = family.chained
         embed: Callable[[Tensor], Tensor] = trunk.embed
         project: Callable[[Tensor], Tensor] = trunk.model.get_output_embeddings()
-        self.embeds = [
-            partial(F.embedding, weight=copies["embedding", k])
-            if ("embedding", k) in copies
-            else embed
-            for k in range(self.layers)
-        ]
-        self.projects = [
-            partial(F.linear, weight=copies["output", k]) if ("output", k) in copies else project
-            for k in range(self.layers)
-        ]
+        self.embeds = [copies.get(("embedding", k), embed) for k in range(self.layers)]
+        self.projects = [copies.get(("output", k), project) for k in range(self.layers)]
         self._trunk = trunk
 
     def features(self, output: TrunkOutput) -> Tensor:
@@ -105,7 +95,7 @@ class NativeHead(Head):
         cache.span = span
         result: Tensor = self.model(
             layer,
-            self.embeds[layer](tokens),
+            self.embeds[layer](tokens).to(hidden.dtype),
             hidden,
             # The slot is that of the hidden state, the rotary position that of the token.
             span.positions + 1,
@@ -140,27 +130,23 @@ def load_native_head(
     # As published, which need not be the trunk's: some go by another type's class.
     kind = str(text_settings(config).get("model_type"))
     family = family_of(kind)
-    files = _tensor_files(checkpoint.path)
-    layers = mtp_layers(files, trunk.layers, family)
-    # What is written counts: transformers' config classes say 1 where nothing is.
-    promised = promised_layers(config)
-    if not layers:
-        return None, _broken_promise("config.json", promised)
-    if family is None:
-        return None, (f"nothing is drafted: the MTP layers of a {kind} model are not run yet",)
-    if "quantization_config" in config:
-        return None, (
-            "nothing is drafted: the MTP layers of a quantised checkpoint are not run yet; "
-            "its unquantised form has them",
-        )
-    own = {name: files[name] for names in layers.values() for name in names}
-    with reported(checkpoint), ExitStack() as stack:
-        opened = {
-            file: stack.enter_context(safe_open(file, framework="pt"))
-            for file in sorted(set(own.values()))
-        }
-        tensors = {name: opened[file].get_slice(name) for name, file in own.items()}
-        head = _load(checkpoint, trunk, family, tensors)
+    with stored_tensors(checkpoint) as tensors:
+        layers = mtp_layers(tensors, trunk.layers, family)
+        # What is written counts: transformers' config classes say 1 where nothing is.
+        promised = promised_layers(config)
+        if not layers:
+            return None, _broken_promise("config.json", promised)
+        if family is None:
+            return None, (f"nothing is drafted: the MTP layers of a {kind} model are not run yet",)
+        own = {name: tensors[name] for names in layers.values() for name in names}
+        if any(tensor.get_dtype() not in PLAIN for tensor in own.values()):
+            method = settings_of(config).get("quant_method", "an unnamed")
+            return None, (
+                f"nothing is drafted: the MTP layers are quantised in {method} format, which is "
+                "not read here; the model's unquantised checkpoint has them",
+            )
+        with reported(checkpoint):
+            head = _load(checkpoint, trunk, family, own)
     return head, _difference("config.json", promised, head.layers)
 
 
@@ -199,19 +185,12 @@ def _difference(where: str, promised: int, held: int) -> tuple[str, ...]:
     return (f"{where} {named}, and the weight files hold {held}: what they hold drafts",)
 
 
-def _tensor_files(directory: Path) -> dict[str, Path]:
-    """The file that holds each of a directory's tensors."""
-    files: dict[str, Path] = {}
-    for file in weight_files(directory):
-        with safe_open(file, framework="pt") as tensors:
-            files.update(dict.fromkeys(tensors.keys(), file))
-    return files
-
-
 def _load(
     checkpoint: Checkpoint, trunk: Trunk, family: Family, stored: Mapping[str, Any]
 ) -> NativeHead:
     """The head made of these tensors, read or to be read by `[:]`; all of them and no others.
+
+    Beside a trunk in few bits its linear layers are in as many.
 
     transformers passes over tensors that it has no place for, and draws at random what is missing;
     here either is an error.
@@ -227,30 +206,36 @@ def _load(
         (_number(ours) for _, ours in names.values() if ours.startswith("joints.")), default=0
     )
     bias = any(ours.endswith(".join.bias") for _, ours in names.values())
+    few = kept_in(trunk.model)
+    # The kernels' results are float32, and what is between them has to be as well.
+    dtype = torch.float32 if few else trunk.dtype
+
+    def take(model: Any, name: str, weight: Tensor | Blocks, bias: Tensor | None) -> None:
+        assert few and isinstance(weight, Tensor)
+        library, bits = few
+        hand_over(model, name, library, rounded(weight, bits), bias)
+
     tensors: dict[str, Any] = {}
-    copies: dict[tuple[str, int], Tensor] = {}
+    copies: dict[tuple[str, int], Callable[[Tensor], Tensor]] = {}
+    # The published copies equal the trunk's; a layer that was trained further has its own.
+    shared = {"embedding": trunk.embed, "output": trunk.model.get_output_embeddings()}
     for name, (layer, ours) in names.items():
         part = ours.split(".")[2]
-        if part in _COPIES:
-            copies[part, layer] = stored[name][:].to(trunk.device, trunk.dtype)
-        else:
+        if part not in _COPIES:
             tensors[ours] = stored[name]
-    with ContextManagers(MtpLayers.get_init_context(trunk.dtype, False, False, None)):
+            continue
+        weight = stored[name][:].to(trunk.device, dtype)
+        if _is_made_of(shared[part], weight):
+            continue
+        if part == "embedding":
+            copies[part, layer] = partial(F.embedding, weight=weight)
+        elif few:  # as the trunk's own
+            copies[part, layer] = KernelLinear(few[0], weight.bfloat16())
+        else:
+            copies[part, layer] = partial(F.linear, weight=weight)
+    with ContextManagers(MtpLayers.get_init_context(dtype, False, False, None)):
         model = MtpLayers(family, trunk.model, joints, blocks, bias)
-    # Those of the trunk, as a loaded one keeps them; they say how experts are put together.
-    conversions = getattr(trunk.model, "_weight_conversions", None)
-    if conversions is None:
-        conversions = get_model_conversion_mapping(trunk.model)
-    report, _ = convert_and_load_state_dict_in_model(
-        model=model,
-        state_dict=tensors,
-        load_config=LoadStateDictConfig(
-            weight_mapping=conversions,
-            device_map={"": trunk.device},
-            dtype=trunk.dtype,
-            dtype_plan=trunk.model._get_dtype_plan(trunk.dtype),
-        ),
-    )
+    report = fill(model, tensors, trunk.model, dtype, take if few else None)
     theirs = {ours: name for name, (_, ours) in names.items()}
     wrong = {name for name, *_ in report.mismatched_keys} | set(report.conversion_errors)
     for problem, missed in (
@@ -259,10 +244,7 @@ def _load(
     ):
         listed = [theirs.get(name) or family.published(name, trunk.layers) for name in missed]
         _require(checkpoint, problem, listed)
-    # The published copies equal the trunk's; a layer that was trained further has its own.
-    shared = {"embedding": trunk.embed, "output": trunk.model.get_output_embeddings()}
-    own = {key: tensor for key, tensor in copies.items() if not _is_made_of(shared[key[0]], tensor)}
-    return NativeHead(model.eval().requires_grad_(False), family, trunk, own)
+    return NativeHead(model.eval().requires_grad_(False), family, trunk, copies)
 
 
 def _number(name: str) -> int:
@@ -280,6 +262,5 @@ def _require(checkpoint: Checkpoint, problem: str, names: list[str]) -> None:
 
 def _is_made_of(layer: Any, weight: Tensor) -> bool:
     """Whether this is a layer's weight, as the layer keeps it."""
-    if isinstance(layer, KernelLinear):
-        return torch.equal(layer.data, weight.bfloat16())
-    return torch.equal(layer.weight, weight)
+    own = layer.data if isinstance(layer, KernelLinear) else getattr(layer, "weight", None)
+    return own is not None and torch.equal(own, weight.to(own.dtype))

@@ -8,6 +8,7 @@ the network, and Python code inside a checkpoint never runs.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import importlib.util
 import json
@@ -15,10 +16,10 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -27,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 
 from mtplx.errors import MtplxError
 from mtplx.kernels import Kernels
-from mtplx.models import gguf, gguf_families, gguf_tokenizer, gguf_weights
+from mtplx.models import dequantise, gguf, gguf_families, gguf_tokenizer, gguf_weights
 from mtplx.models.blocks import Bits
 from mtplx.models.eagle3_original import is_head
 from mtplx.models.head_files import PICKLED
@@ -281,6 +282,42 @@ def weight_files(directory: Path) -> list[Path]:
         ) from error
 
 
+@contextmanager
+def stored_tensors(checkpoint: Checkpoint) -> Iterator[dict[str, Any]]:
+    """The tensors of a directory's weight files by name, as slices that are read when asked for.
+
+    Those that are quantised in a way known to `dequantise` have become plain ones.
+
+    Raises:
+        MtplxError: parts of a quantised one are missing or left over.
+    """
+    with _slices(checkpoint) as found:
+        settings = _quantisation(checkpoint)
+        if dequantise.is_read(settings, found.values()):
+            found = dequantise.plain(found, settings, checkpoint.path)
+        yield found
+
+
+def is_dequantised(checkpoint: Checkpoint) -> bool:
+    """Whether `stored_tensors` makes plain tensors of quantised ones."""
+    with _slices(checkpoint) as found:
+        return dequantise.is_read(_quantisation(checkpoint), found.values())
+
+
+def _quantisation(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    return dequantise.settings_of(_read_json(checkpoint.path / "config.json"))
+
+
+@contextmanager
+def _slices(checkpoint: Checkpoint) -> Iterator[dict[str, Any]]:
+    with ExitStack() as stack:
+        found: dict[str, Any] = {}
+        for file in weight_files(checkpoint.path):
+            opened = stack.enter_context(safe_open(file, framework="pt"))
+            found |= {name: opened.get_slice(name) for name in list(opened.keys())}
+        yield found
+
+
 def _refuse_lfs_pointer(path: Path) -> None:
     with path.open("rb") as stream:
         if stream.read(len(_LFS_POINTER)) == _LFS_POINTER:
@@ -369,28 +406,64 @@ def load_model(
 ) -> PreTrainedModel:
     """The trunk in eval mode on `device`, weights in `dtype`, without gradients.
 
+    Quantised weights become plain ones, except on a GPU for which transformers has kernels that
+    compute with them as they are.
+
     Raises `MtplxError` where transformers has no causal language model for it or the weights do
     not fit the config; a missing weight does not.
     """
-    from transformers import AutoModelForCausalLM
-
     config = _causal_config(checkpoint)
     with reported(checkpoint):
         if checkpoint.is_gguf:
             model = gguf_weights.load_model(checkpoint.gguf_file, dtype)
         else:
-            model, report = AutoModelForCausalLM.from_pretrained(
-                checkpoint.path,
-                config=config,
-                dtype=dtype,
-                local_files_only=True,
-                trust_remote_code=False,
-                use_safetensors=True,
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-            )
+            with _loader(checkpoint, config, torch.device(device)) as from_pretrained:
+                model, report = from_pretrained(
+                    dtype=dtype,
+                    local_files_only=True,
+                    trust_remote_code=False,
+                    use_safetensors=True,
+                    ignore_mismatched_sizes=True,
+                    output_loading_info=True,
+                )
             gguf_weights.require_fit(checkpoint.path, report)
         return model.to(device).eval().requires_grad_(False)
+
+
+@contextmanager
+def _loader(
+    checkpoint: Checkpoint, config: PreTrainedConfig, device: torch.device
+) -> Iterator[Callable[..., Any]]:
+    """transformers' `from_pretrained` for the checkpoint's class, its weights and their config."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+
+    if not is_dequantised(checkpoint) or _computes_quantised(config, device):
+        yield partial(AutoModelForCausalLM.from_pretrained, checkpoint.path, config=config)
+        return
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    for part in (config, text):
+        vars(part).pop("quantization_config", None)
+    # The language model of one of text and images, as the class that finds it does.
+    config = text if isinstance(text, kind.config_class) else config
+    with stored_tensors(checkpoint) as tensors:
+        yield partial(kind.from_pretrained, None, config=config, state_dict=tensors)
+
+
+def _computes_quantised(config: PreTrainedConfig, device: torch.device) -> bool:
+    """Whether transformers computes on the device with weights as the checkpoint has them."""
+    from transformers.quantizers.auto import get_hf_quantizer
+
+    # On a CPU it would only unpack them, at every pass or once, where it can at all.
+    if device.type != "cuda":
+        return False
+    try:
+        quantizer, *_ = get_hf_quantizer(copy.deepcopy(config), None, {"": device}, True, {})
+    # Whatever it raises where a package or a newer GPU is wanted.
+    except (ImportError, RuntimeError, ValueError):
+        return False
+    return quantizer is not None and not getattr(quantizer.quantization_config, "dequantize", False)
 
 
 Quantize = Literal["int8", "int4", "file", "none"]
@@ -406,8 +479,8 @@ def load_rounded(
     """The trunk in eval mode on the CPU with its linear layers in the kernels' hands.
 
     The output head is kept in bfloat16, or in the file's own blocks; all that is no linear layer in
-    the checkpoint's own type, or float32 from a GGUF file. Layers are rounded as they are read,
-    where the checkpoint is not quantised already.
+    the checkpoint's own type, or float32 where that is quantised. Layers are rounded as they are
+    read.
 
     Args:
         checkpoint: whose weights they are.
@@ -448,7 +521,7 @@ def load_rounded(
 def _load_layers(checkpoint: Checkpoint, rounder: Rounder) -> PreTrainedModel:
     """The trunk of a checkpoint of transformers' own kinds, its layers taken while they are read.
 
-    Those of a quantised one, and of a GGUF file, are left for later.
+    Those of one in a format that only transformers reads, and of a GGUF file, are left for later.
     """
     config = _causal_config(checkpoint)
     # In the checkpoint's own type, so that weights are rounded once; a GGUF file's would take twice
@@ -457,13 +530,14 @@ def _load_layers(checkpoint: Checkpoint, rounder: Rounder) -> PreTrainedModel:
         return load_model(checkpoint, torch.bfloat16)
     text = config.get_text_config()
     dtype = config.dtype or text.dtype
-    if any(getattr(part, "quantization_config", None) for part in (config, text)):
+    if is_dequantised(checkpoint):
+        dtype = torch.float32
+    elif _quantisation(checkpoint):
         return load_model(checkpoint, dtype or torch.bfloat16)
     from mtplx.models import handing_over
 
-    model, report = handing_over.from_pretrained(
-        checkpoint.path, config, dtype or "auto", rounder.take
-    )
+    with _loader(checkpoint, config, torch.device("cpu")) as from_pretrained:
+        model, report = handing_over.from_pretrained(from_pretrained, dtype or "auto", rounder.take)
     gguf_weights.require_fit(checkpoint.path, report)
     return model
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from mtplx import kernels
 from mtplx.kernels import TILE_INPUTS, TILE_OUTPUTS, Kernels, Matrix
-from mtplx.models.blocks import GROUP, Blocks
+from mtplx.models.blocks import GROUP, Bits, Blocks
 
 PLAIN = {torch.bfloat16: kernels.BFLOAT16, torch.float32: kernels.FLOAT32}
 """Types of weights that the kernels read where they lie, and their kinds of kernels/decoder.h."""
@@ -44,7 +44,10 @@ class KernelLinear(nn.Module):
 
     Attributes:
         data: the tiles of blocks, or the weight [N, K].
+        bits: of a number in blocks, else None.
     """
+
+    bits: Bits | None = None
 
     def __init__(
         self, library: Kernels, weight: Blocks | Tensor, bias: Tensor | None = None
@@ -61,6 +64,7 @@ class KernelLinear(nn.Module):
         self.library = library
         self.out_features, self.in_features = weight.shape
         if isinstance(weight, Blocks):
+            self.bits = weight.bits
             self._kind = kernels.FOUR_BITS if weight.bits == 4 else kernels.EIGHT_BITS
             self.data = tiles(weight)
         else:

@@ -69,7 +69,8 @@ class MtpLayers(PreTrainedModel):  # type: ignore[misc]
         norm = getattr(decoder, "norm", None) or decoder.norm_f
         kind = type(decoder.layers[-1])
         with torch.device("meta"):
-            blank = copy.deepcopy(norm).to("meta")
+            # The trunk's may be kept in another type.
+            blank = copy.deepcopy(norm).to("meta", torch.get_default_dtype())
             self.joints = nn.ModuleList(
                 Joint(family, blank, config.hidden_size, bias) for _ in range(joints)
             )
