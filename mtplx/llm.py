@@ -13,8 +13,9 @@ import numpy as np
 import torch
 
 from mtplx import kernels
+from mtplx.drafters.assistant import TYPES as ASSISTANTS
 from mtplx.drafters.drafter import Drafter
-from mtplx.drafters.find import DrafterName, draft_with, find_drafter
+from mtplx.drafters.find import DrafterName, FoundDrafter, assisted_by, draft_with, find_drafter
 from mtplx.drafters.mtp import Head
 from mtplx.drafters.pace import DEEPEST, Pace
 from mtplx.drafters.record import Record
@@ -30,6 +31,7 @@ from mtplx.models.checkpoint import (
     GenerationDefaults,
     Quantize,
     generation_defaults,
+    load_config,
     load_model,
     load_outline,
     load_rounded,
@@ -571,10 +573,7 @@ def load(
     if other is None:
         found = find_drafter(checkpoint, trunk, attached, drafter)
     else:
-        # Of blocks that a file has the other file knows nothing.
-        own = None if quantize == "file" and not other.is_gguf else quantize
-        small = _trunk(other, dtype, place, deterministic, own, None)
-        found = draft_with(other.name, small, load_tokenizer(other), trunk, tokenizer)
+        found = _draft_with(other, trunk, tokenizer, dtype, place, deterministic, quantize)
     slow = trunk.slow_because if isinstance(trunk, DeterministicTrunk) else None
     notes = [*found.notes, *([slow] if slow else []), *_unrounded(trunk, quantize)]
     return LLM(
@@ -590,6 +589,24 @@ def load(
         found.drafter,
         found.name,
     )
+
+
+def _draft_with(
+    other: Checkpoint,
+    trunk: Trunk,
+    tokenizer: Any,
+    dtype: torch.dtype | str | None,
+    device: torch.device,
+    deterministic: bool,
+    quantize: Quantize | None,
+) -> FoundDrafter:
+    """Another model as drafter, computed in as the one it drafts for."""
+    if load_config(other).model_type in ASSISTANTS:
+        return assisted_by(other.name, load_model(other, trunk.dtype, device), trunk)
+    # Of blocks that a file has the other file knows nothing.
+    own = None if quantize == "file" and not other.is_gguf else quantize
+    small = _trunk(other, dtype, device, deterministic, own, None)
+    return draft_with(other.name, small, load_tokenizer(other), trunk, tokenizer)
 
 
 def _trunk(

@@ -63,11 +63,11 @@ class _Recorder:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._head, name)
 
-    def slots(self, prompts: Sequence[Sequence[int]], capacity: int) -> HeadSlots:
+    def slots(self, prompts: Sequence[Sequence[int]], capacity: int, cache: Any) -> HeadSlots:
         return HeadSlots(cast(Head, self), capacity)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        logits = self._head.logits(hidden)
+    def logits(self, hidden: Tensor, layer: int = 0) -> Tensor:
+        logits = self._head.logits(hidden, layer)
         self.recorded.append(logits)
         return logits
 

@@ -9,6 +9,7 @@ kept whole, it has not read yet, and does so in the pass that begins the next dr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,7 +41,7 @@ class DraftModel(Drafter):
         smaller = trunk.vocab_size < vocab_size
         self.draft_ids = torch.arange(trunk.vocab_size, device=trunk.device) if smaller else None
 
-    def slots(self, prompts: Sequence[Sequence[int]], capacity: int) -> DraftModelSlots:
+    def slots(self, prompts: Sequence[Sequence[int]], capacity: int, cache: Any) -> DraftModelSlots:
         return DraftModelSlots(self, prompts, capacity)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -117,11 +117,12 @@ class DraftSlots(Protocol):
 class Drafter(Protocol):
     """What drafts for a model, from one batch to the next."""
 
-    def slots(self, prompts: Sequence[Sequence[int]], capacity: int) -> DraftSlots:
+    def slots(self, prompts: Sequence[Sequence[int]], capacity: int, cache: Any) -> DraftSlots:
         """Its side of a new batch.
 
         Args:
             prompts: token ids, one for each row.
             capacity: positions a row may come to have, drafts included.
+            cache: the trunk's, for one that reads it.
         """
         ...

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from mtplx.drafters.assistant import Assistant
 from mtplx.drafters.attached import attach
 from mtplx.drafters.draft_model import DraftModel
 from mtplx.drafters.drafter import Drafter
@@ -106,6 +107,19 @@ def draft_with(
         )
     drafter = DraftModel(model, trunk.vocab_size)
     return FoundDrafter(f"draft model {name}", drafter, None, USUAL_DEPTH)
+
+
+def assisted_by(name: str, model: Any, trunk: Trunk) -> FoundDrafter:
+    """Gemma 4's assistant as drafter.
+
+    Args:
+        name: of the assistant.
+        model: itself.
+        trunk: what it drafts for.
+    Raises:
+        MtplxError: it was made for another model.
+    """
+    return FoundDrafter(f"assistant {name}", Assistant(name, model, trunk), None, USUAL_DEPTH)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,8 +41,9 @@ class HeadOrLookup(Drafter):
         """
         self.head, self.lookup = head, Ngram(device)
 
-    def slots(self, prompts: Sequence[Sequence[int]], capacity: int) -> MixedSlots:
-        return MixedSlots(self.head.slots(prompts, capacity), self.lookup.slots(prompts, capacity))
+    def slots(self, prompts: Sequence[Sequence[int]], capacity: int, cache: Any) -> MixedSlots:
+        head = self.head.slots(prompts, capacity, cache)
+        return MixedSlots(head, self.lookup.slots(prompts, capacity, cache))
 
 
 class MixedSlots(DraftSlots):

@@ -65,7 +65,7 @@ class Head(Drafter, Protocol):
         """Draft logits of what a layer's `step` returned, [B, H] -> [B, W]."""
         ...
 
-    def slots(self, prompts: Sequence[Sequence[int]], capacity: int) -> HeadSlots:
+    def slots(self, prompts: Sequence[Sequence[int]], capacity: int, cache: Any) -> HeadSlots:
         """Its side of a new batch; the prompts come with the trunk's states for them."""
         return HeadSlots(self, capacity)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -87,7 +88,7 @@ class Ngram(Drafter):
         """
         self.device = device
 
-    def slots(self, prompts: Sequence[Sequence[int]], capacity: int) -> NgramSlots:
+    def slots(self, prompts: Sequence[Sequence[int]], capacity: int, cache: Any) -> NgramSlots:
         return NgramSlots(prompts, self.device)
 
 

@@ -142,7 +142,9 @@ class Batch:
         self.cache = trunk.new_cache(capacity)
         # A prompt that several requests have is read once.
         self._prompts = list(dict.fromkeys(slot.request.prompt for slot in self.slots))
-        self.drafter = drafter.slots(self._prompts, capacity) if drafter and deepest else None
+        self.drafter: DraftSlots | None = None
+        if drafter and deepest:
+            self.drafter = drafter.slots(self._prompts, capacity, self.cache)
         self.taps = self.drafter.taps if self.drafter else ()
         self.shaper = Shaper(
             [r.sampling for r in requests],

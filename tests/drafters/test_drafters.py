@@ -257,7 +257,7 @@ def test_repeated_text_keeps_nearly_all_drafts():
 
 
 def test_without_a_match_nothing_is_drafted():
-    slots = Ngram(TRUNK.device).slots([(1, 2, 3), (1, 2, 1)], 20)
+    slots = Ngram(TRUNK.device).slots([(1, 2, 3), (1, 2, 1)], 20, None)
     draft = slots.draft(2, [2, 2], None, None, None)
     assert draft.lengths == [0, 2]
     assert draft.tokens[1].tolist() == [2, 1]
@@ -335,7 +335,7 @@ def test_rows_of_one_cycle_may_have_different_drafters():
 
 
 def test_the_better_record_drafts():
-    slots = drafter("mtp+ngram").slots([(1, 2, 3, 1), (1, 2, 3, 4)], 20)
+    slots = drafter("mtp+ngram").slots([(1, 2, 3, 1), (1, 2, 3, 4)], 20, None)
     assert slots._looked_up() == [False, False]
     for _ in range(5):
         slots.emit([[2, 3, 1], []])
