@@ -145,6 +145,20 @@ FAMILIES = (
             "decoder_sparse_step": 1,
         },
     ),
+    # Nemotron 3: one layer of several blocks, each with one of the trunk's mixers.
+    Family(
+        types=("nemotron_h",),
+        joint="mtp.layers.{}.",
+        block="mtp.layers.{}.",
+        parts={
+            "enorm": "embedding_norm",
+            "hnorm": "hidden_norm",
+            "eh_proj": "join",
+            "final_layernorm": "norm",
+        },
+        settings=lambda config, count: {"layers_block_type": config.mtp_layers_block_type},
+        in_one=True,
+    ),
 )
 
 
