@@ -63,8 +63,8 @@ class StraightLine:
 
     # --- parts ---
 
-    def norm(self, name: str, x: Tensor) -> Tensor:
-        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+    def norm(self, name: str, x: Tensor, eps: float | None = None) -> Tensor:
+        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + (self.eps if eps is None else eps))
         return x * scale * self.tensors[f"{name}.weight"]
 
     def linear(self, name: str, x: Tensor) -> Tensor:
@@ -74,19 +74,41 @@ class StraightLine:
         gated = F.silu(self.linear(f"{name}.gate_proj", x)) * self.linear(f"{name}.up_proj", x)
         return self.linear(f"{name}.down_proj", gated)
 
-    def shares(self, name: str, bias: str, x: Tensor, count: int) -> Tensor:
-        """How much each expert counts [T, E], by sigmoids; a bias decides which `count` do."""
+    def shares(
+        self, name: str, bias: str, x: Tensor, count: int, groups: int = 1, kept: int = 1
+    ) -> Tensor:
+        """How much each expert counts [T, E], by sigmoids.
+
+        Args:
+            name: of the matrix.
+            bias: of what is added where it is decided which experts count.
+            x: what they are to work on.
+            count: of experts for each position.
+            groups: of experts that lie together.
+            kept: how many of those are looked at, by the sum of their two best.
+        """
         scores = self.linear(name, x).sigmoid()
-        chosen = (scores + self.tensors[self.layer + bias]).topk(count, -1).indices
+        chosen = scores + self.tensors[self.layer + bias]
+        best = chosen.view(len(x), groups, -1).topk(2, -1).values.sum(-1)
+        near = torch.zeros_like(best).scatter(1, best.topk(kept, -1).indices, 1.0).bool()
+        near = near.repeat_interleave(scores.shape[1] // groups, 1)
+        chosen = chosen.masked_fill(~near, -torch.inf).topk(count, -1).indices
         picked = torch.zeros_like(scores).scatter(1, chosen, 1.0) * scores
         return picked / picked.sum(-1, keepdim=True)
 
+    def experts(self, name: str, x: Tensor, shares: Tensor) -> Tensor:
+        """What all experts make of it, each by its share."""
+        parts = [shares[:, i, None] * self.mlp(f"{name}.{i}", x) for i in range(shares.shape[1])]
+        return torch.stack(parts).sum(0)
 
-def attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor:
-    """Causal, of heads [T, N, D], into [T, N * V]; `seen` [T, T] leaves keys out."""
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None, scale: float | None = None
+) -> Tensor:
+    """Of heads [T, N, D], into [T, N * V]; `seen` [T, T] says which keys, else those before."""
     k, v = (y.repeat_interleave(q.shape[1] // y.shape[1], 1) for y in (k, v))
     sight = causal(len(q)) if seen is None else seen
-    scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
+    scores = torch.einsum("qhd,khd->hqk", q, k) * (scale or q.shape[-1] ** -0.5)
     weights = scores.masked_fill(~sight, -torch.inf).softmax(-1)
     return torch.einsum("hqk,khd->qhd", weights, v).flatten(1)
 
@@ -97,17 +119,21 @@ def causal(count: int, window: int | None = None) -> Tensor:
     return seen if window is None else seen & ~torch.ones(count, count).tril(-window).bool()
 
 
-def turned(x: Tensor, theta: float, pairs: str = "halves") -> Tensor:
+def frequencies(size: int, theta: float) -> Tensor:
+    """How far each pair of a head's numbers turns from one position to the next."""
+    return theta ** (-torch.arange(0, size, 2) / size)
+
+
+def turned(x: Tensor, frequencies: Tensor, neighbours: bool = False) -> Tensor:
     """Heads [T, N, D] turned by their positions.
 
     Args:
         x: the heads.
-        theta: the base of the frequencies.
-        pairs: `halves`, a number and the one half a head further on; `neighbours`, beside it.
+        frequencies: of the pairs.
+        neighbours: whether a pair lies side by side, and not half a head apart.
     """
-    size = x.shape[-1]
-    angles = torch.arange(len(x))[:, None] * theta ** (-torch.arange(0, size, 2) / size)
+    angles = torch.arange(len(x))[:, None] * frequencies
     cos, sin = angles.cos()[:, None], angles.sin()[:, None]
-    a, b = x.chunk(2, -1) if pairs == "halves" else (x[..., ::2], x[..., 1::2])
+    a, b = (x[..., ::2], x[..., 1::2]) if neighbours else x.chunk(2, -1)
     pair = [a * cos - b * sin, b * cos + a * sin]
-    return torch.cat(pair, -1) if pairs == "halves" else torch.stack(pair, -1).flatten(-2)
+    return torch.stack(pair, -1).flatten(-2) if neighbours else torch.cat(pair, -1)

@@ -159,6 +159,19 @@ FAMILIES = (
         settings=lambda config, count: {"layers_block_type": config.mtp_layers_block_type},
         in_one=True,
     ),
+    # DeepSeek-V3's layout in its successors. The layer behind the trunk picks its keys itself, also
+    # where some of GLM-5's layers take over those of the layer before.
+    Family(
+        types=("glm4_moe_lite", "deepseek_v32", "glm_moe_dsa"),
+        joint="model.layers.{}.",
+        block="model.layers.{}.",
+        parts=_DEEPSEEK_PARTS,
+        settings=lambda config, count: {
+            "mlp_layer_types": ["sparse"] * count,
+            "indexer_types": ["full"] * count,
+        },
+        behind_trunk=True,
+    ),
 )
 
 

@@ -193,6 +193,9 @@ class Trunk:
         return TrunkOutput(hidden, aux, output.logits if with_logits else None)
 
 
+_FULL = frozenset({"full_attention", "indexed_attention"})
+"""Kinds of layers that may look at any position before; the second picks some of them itself."""
+
 _RECURRENT = frozenset({"linear_attention"})
 _BLIND = frozenset({"moe", "mlp"})
 """Kinds of layers that look at no other position."""
@@ -216,7 +219,7 @@ def _windows(config: Any) -> dict[str, tuple[Callable[[Span, int], Tensor], int]
 def _context(model: Any, config: Any, recurrent: bool) -> int:
     """Positions the trunk can hold here; refuses what slots cannot roll back yet."""
     kinds = set(getattr(config, "layer_types", None) or ())
-    unknown = kinds - {"full_attention", *_LIMITED, *_BLIND}
+    unknown = kinds - {*_FULL, *_LIMITED, *_BLIND}
     if recurrent:
         unknown -= _RECURRENT
     if unknown or (model._is_stateful and not recurrent):

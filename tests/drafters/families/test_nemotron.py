@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from family_proof import HIDDEN, VOCAB, Proof, Shapes
 from straight_line import StraightLine, attention
 from torch.nn import functional as F
@@ -169,7 +168,9 @@ class Layers(StraightLine):
     def feed(self, x):
         shares = self.shares("gate", "gate.e_score_correction_bias", x, PICKED)
         inner = self.linear("fc1_latent_proj", x) if self.proof.latent else x
-        mixed = sum(shares[:, i, None] * self.squared(f"experts.{i}", inner) for i in range(EXPERTS))
+        mixed = sum(
+            shares[:, i, None] * self.squared(f"experts.{i}", inner) for i in range(EXPERTS)
+        )
         mixed = mixed * self.proof.scaling
         if self.proof.latent:
             mixed = self.linear("fc2_latent_proj", mixed)
