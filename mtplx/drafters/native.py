@@ -207,8 +207,10 @@ def _load(
         tensors: dict[str, Any] = {}
         copies: dict[tuple[str, int], Tensor] = {}
         for name, (layer, ours) in names.items():
-            stored = opened[files[name]].get_slice(name)
             part = ours.split(".")[2]
+            if part == "unused":
+                continue
+            stored = opened[files[name]].get_slice(name)
             if part in _COPIES:
                 copies[part, layer] = stored[:].to(trunk.device, trunk.dtype)
             else:

@@ -32,7 +32,8 @@ class Family:
             `{}` for the layer's number, if that has one.
         block: what comes before the decoder layer's own names, likewise.
         parts: the name of each part behind `joint`, and what it is here: `embedding_norm`,
-            `hidden_norm`, `join`, `norm`; `embedding` and `output` for copies of the trunk's.
+            `hidden_norm`, `join`, `norm`; `embedding` and `output` for copies of the trunk's;
+            `unused` for what the family's authors leave lying in the files.
         renamed: names within the decoder layer that transformers has otherwise.
         settings: of the decoder layers.
         behind_trunk: layers are numbered on behind the trunk's.
@@ -170,6 +171,47 @@ FAMILIES = (
             "mlp_layer_types": ["sparse"] * count,
             "indexer_types": ["full"] * count,
         },
+        behind_trunk=True,
+    ),
+    # K-EXAONE: a dense layer with rotary positions, which in the trunk only layers with a window
+    # have. Where no kinds are named for them, they are those of the trunk's first layers.
+    Family(
+        types=("exaone_moe",),
+        joint="mtp.",
+        block="mtp.layers.{}.",
+        parts=_QWEN_PARTS,
+        settings=lambda config, count: {
+            # With rotary positions; what a layer looks at is said by the other.
+            "layer_types": ["sliding_attention"] * count,
+            "mtp_layer_types": getattr(config, "mtp_layer_types", None)
+            or config.layer_types[:count],
+            "mlp_layer_types": ["dense"] * count,
+        },
+    ),
+    Family(
+        types=("mellum",),
+        joint="mtp.",
+        block="mtp.layers.{}.",
+        parts=_QWEN_PARTS,
+        settings=lambda config, count: {
+            "layer_types": config.mtp_layer_types or ["sliding_attention"] * count,
+            "mlp_layer_types": config.mtp_mlp_layer_types or ["sparse"] * count,
+        },
+    ),
+    # Hy3. Its authors draft with the trunk's output head, not with the one beside the layer.
+    Family(
+        types=("hy_v3",),
+        joint="model.layers.{}.",
+        block="model.layers.{}.",
+        parts={
+            "enorm": "embedding_norm",
+            "hnorm": "hidden_norm",
+            "eh_proj": "join",
+            "final_layernorm": "norm",
+            "shared_head": "unused",
+            "embed_tokens": "unused",
+        },
+        settings=lambda config, count: {"mlp_layer_types": ["sparse"] * count},
         behind_trunk=True,
     ),
 )

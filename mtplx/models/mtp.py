@@ -87,7 +87,8 @@ class MtpLayers(PreTrainedModel):  # type: ignore[misc]
 
     def kind(self, layer: int) -> str:
         """What its decoder layer's attention looks at."""
-        kinds = getattr(self.config, "layer_types", None)
+        config = self.config
+        kinds = getattr(config, "mtp_layer_types", None) or getattr(config, "layer_types", None)
         return str(kinds[layer]) if kinds else "full_attention"
 
     def forward(
