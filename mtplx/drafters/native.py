@@ -74,7 +74,7 @@ class NativeHead:
         trunk.tap(self.taps)
         self.chained = family.chained
         embed: Callable[[Tensor], Tensor] = trunk.embed
-        project: Callable[[Tensor], Tensor] = trunk.model.get_output_embeddings()
+        project = _projection(trunk)
         self.embeds = [
             partial(F.embedding, weight=copies["embedding", k])
             if ("embedding", k) in copies
@@ -243,6 +243,17 @@ def _load(
     shared = {"embedding": trunk.embed, "output": trunk.model.get_output_embeddings()}
     own = {key: tensor for key, tensor in copies.items() if not _is_made_of(shared[key[0]], tensor)}
     return NativeHead(model.eval().requires_grad_(False), family, trunk, own)
+
+
+def _projection(trunk: Trunk) -> Callable[[Tensor], Tensor]:
+    """The trunk's output head, for states of its type."""
+    output: Any = trunk.model.get_output_embeddings()
+    weight = getattr(output, "weight", None)
+    # Some models keep it wider than the rest.
+    if isinstance(weight, Tensor) and weight.dtype != trunk.dtype:
+        return lambda hidden: output(hidden.to(weight.dtype))
+    project: Callable[[Tensor], Tensor] = output
+    return project
 
 
 def _number(name: str) -> int:

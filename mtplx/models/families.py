@@ -36,6 +36,8 @@ class Family:
             `unused` for what the family's authors leave lying in the files.
         renamed: names within the decoder layer that transformers has otherwise.
         settings: of the decoder layers.
+        plain: from the trunk's last layer, attention and an MLP such as the decoder layers have
+            where they are put together otherwise than the trunk's: each behind a norm, and added.
         behind_trunk: layers are numbered on behind the trunk's.
         in_one: the numbers are those of several decoder layers in one MTP layer.
         hidden_first: the matrix has the hidden state's columns before the embedding's.
@@ -49,6 +51,7 @@ class Family:
     block: str
     parts: Mapping[str, str]
     settings: Settings
+    plain: Callable[[Any], tuple[Any, Any]] | None = None
     renamed: Mapping[str, str] = field(default_factory=dict)
     behind_trunk: bool = False
     in_one: bool = False
@@ -122,6 +125,14 @@ _QWEN_PARTS = {
     "pre_fc_norm_hidden": "hidden_norm",
     "fc": "join",
     "norm": "norm",
+}
+_HUNYUAN_PARTS = {
+    "enorm": "embedding_norm",
+    "hnorm": "hidden_norm",
+    "eh_proj": "join",
+    "final_layernorm": "norm",
+    "shared_head": "unused",
+    "embed_tokens": "unused",
 }
 
 FAMILIES = (
@@ -203,16 +214,37 @@ FAMILIES = (
         types=("hy_v3",),
         joint="model.layers.{}.",
         block="model.layers.{}.",
-        parts={
-            "enorm": "embedding_norm",
-            "hnorm": "hidden_norm",
-            "eh_proj": "join",
-            "final_layernorm": "norm",
-            "shared_head": "unused",
-            "embed_tokens": "unused",
-        },
+        parts=_HUNYUAN_PARTS,
         settings=lambda config, count: {"mlp_layer_types": ["sparse"] * count},
         behind_trunk=True,
+    ),
+    # Its trunk's layers keep several streams; the layer behind them has one.
+    Family(
+        types=("hy_v4",),
+        joint="model.mtp_layers.{}.",
+        block="model.mtp_layers.{}.",
+        parts=_HUNYUAN_PARTS,
+        settings=lambda config, count: {
+            "mlp_layer_types": ["sparse"] * count,
+            "indexer_types": ["full"] * count,
+        },
+        plain=lambda layer: (layer.self_attn, layer.mlp),
+    ),
+    # Its trunk's layers are two in one; the layer behind them is one of their halves.
+    Family(
+        types=("longcat_flash",),
+        joint="model.mtp.",
+        block="model.mtp.layers.{}.",
+        parts={
+            "layers.0.enorm.m": "embedding_norm",
+            "layers.0.hnorm.m": "hidden_norm",
+            "layers.0.eh_proj": "join",
+            "norm": "norm",
+            "embed_tokens": "embedding",
+        },
+        settings=lambda config, count: {},
+        plain=lambda layer: (layer.self_attn[0], layer.mlps[0]),
+        renamed={"transformer_layer.mlp.": "mlp."},
     ),
 )
 
