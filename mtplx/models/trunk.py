@@ -226,7 +226,7 @@ def _context(model: Any, config: Any, recurrent: bool) -> int:
         raise MtplxError(
             f"model type {config.model_type!r} has layers of kind "
             f"{', '.join(sorted(unknown)) or 'recurrent'} that cannot be run yet; those of "
-            "Qwen3-Next, Qwen3.5 and Nemotron-H can"
+            "Qwen3-Next, Qwen3.5, Nemotron-H and Ling 3 can"
         )
     context = int(getattr(config, "max_position_embeddings", None) or 2048)
     # These frequencies change for all of a text, and all of a batch, once one position passes
