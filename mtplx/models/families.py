@@ -246,6 +246,23 @@ FAMILIES = (
         plain=lambda layer: (layer.self_attn[0], layer.mlps[0]),
         renamed={"transformer_layer.mlp.": "mlp."},
     ),
+    # Ling 3: attention to all positions behind a trunk that has some layers without.
+    Family(
+        types=("bailing_hybrid",),
+        joint="model.layers.{}.",
+        block="model.layers.{}.",
+        parts={
+            "enorm": "embedding_norm",
+            "hnorm": "hidden_norm",
+            "eh_proj": "join",
+            "final_layernorm": "norm",
+        },
+        settings=lambda config, count: {
+            "layer_types": ["full_attention"] * count,
+            "mlp_layer_types": ["sparse"] * count,
+        },
+        behind_trunk=True,
+    ),
 )
 
 

@@ -1,5 +1,5 @@
-"""GLM-4.7-Flash, DeepSeek-V3.2, GLM-5 and Hy4, as they are published but tiny: layers of multi-head
-latent attention. LongCat-Flash too, but for what transformers cannot read of it."""
+"""GLM-4.7-Flash, DeepSeek-V3.2, GLM-5, Hy4 and Ling 3, as they are published but tiny: layers of
+multi-head latent attention. LongCat-Flash too, but for what transformers cannot read of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LAYER = f"model.layers.{LAYERS}."
 HEADS, NOPE, ROPE, VALUE, QUERIES, KEYS = 4, 8, 4, 6, 12, 10
 INNER, WIDTH, EXPERTS, PICKED = 24, 16, 8, 2
 INDEX_HEADS, INDEX_DIM, INDEX_PICKED = 16, 8, 4
-STREAMS, LIMIT = 3, 1.5
+STREAMS, LIMIT, KDA_DIM = 3, 1.5, 6
 
 COMMON: dict[str, Any] = {
     "attention_bias": False,
@@ -81,6 +81,8 @@ class Latent(Proof):
 
     Attributes:
         layer: what comes before the names of the MTP layer.
+        attn: what attention is called.
+        router_bias: what is added where experts are picked.
         names: of norms and the matrix around it, as in `StraightLine`.
         extra: of the layer's own copies.
         indexed: whether an indexer picks the keys.
@@ -92,6 +94,8 @@ class Latent(Proof):
     """
 
     layer = LAYER
+    attn = "self_attn"
+    router_bias = "mlp.gate.e_score_correction_bias"
     names = (f"{LAYER}enorm", f"{LAYER}hnorm", f"{LAYER}eh_proj", f"{LAYER}shared_head.norm")
     extra = (f"{LAYER}embed_tokens.weight", f"{LAYER}shared_head.head.weight")
     indexed = False
@@ -142,7 +146,7 @@ class Latent(Proof):
             return mlp("mlp", INNER)
         shapes: Shapes = {
             "mlp.gate.weight": (EXPERTS, HIDDEN),
-            "mlp.gate.e_score_correction_bias": (EXPERTS,),
+            self.router_bias: (EXPERTS,),
             **mlp("mlp.shared_experts", WIDTH),
         }
         for i in range(EXPERTS):
@@ -153,7 +157,7 @@ class Latent(Proof):
         return {
             "input_layernorm.weight": (HIDDEN,),
             "post_attention_layernorm.weight": (HIDDEN,),
-            **{f"self_attn.{name}": shape for name, shape in self.attention(layer).items()},
+            **{f"{self.attn}.{name}": shape for name, shape in self.attention(layer).items()},
             **self.feed(layer),
         }
 
@@ -180,7 +184,7 @@ class Latent(Proof):
         tensors = super().tensors()
         for name in tensors:
             # Published so beside bfloat16.
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(self.router_bias):
                 tensors[name] = tensors[name].float()
         if self.same:
             for name, theirs in zip(self.extra, (self.embedding, self.output), strict=True):
@@ -226,15 +230,20 @@ class Layer(StraightLine):
         return self.mine("o_proj", attention(q, k, v, seen, self.scale))
 
     def heads(self, x):
-        count, beside = len(x), self.proof.neighbours[0]
         latent = self.norm(f"{self.layer}self_attn.q_a_layernorm", self.mine("q_a_proj", x), 1e-6)
-        q = self.mine("q_b_proj", latent).view(count, HEADS, NOPE + ROPE)
+        q = self.mine("q_b_proj", latent).view(len(x), HEADS, NOPE + ROPE)
+        return latent, self.with_turned(q), *self.keys_and_values(x)
+
+    def with_turned(self, q):
+        part = turned(q[..., NOPE:], self.frequencies, self.proof.neighbours[0])
+        return torch.cat([q[..., :NOPE], part], -1)
+
+    def keys_and_values(self, x):
         keys, turning = self.mine("kv_a_proj_with_mqa", x).split([KEYS, ROPE], -1)
-        keys = self.norm(f"{self.layer}self_attn.kv_a_layernorm", keys, 1e-6)
-        k, v = self.mine("kv_b_proj", keys).view(count, HEADS, -1).split([NOPE, VALUE], -1)
-        turning = turned(turning[:, None], self.frequencies, beside).expand(-1, HEADS, -1)
-        q = torch.cat([q[..., :NOPE], turned(q[..., NOPE:], self.frequencies, beside)], -1)
-        return latent, q, torch.cat([k, turning], -1), v
+        keys = self.norm(f"{self.layer}{self.proof.attn}.kv_a_layernorm", keys, 1e-6)
+        k, v = self.mine("kv_b_proj", keys).view(len(x), HEADS, -1).split([NOPE, VALUE], -1)
+        turning = turned(turning[:, None], self.frequencies, self.proof.neighbours[0])
+        return torch.cat([k, turning.expand(-1, HEADS, -1)], -1), v
 
     def picked(self, x, latent):
         """Which keys each query looks at: the best by the scores of DeepSeek-V3.2's report, (1)."""
@@ -260,11 +269,10 @@ class Layer(StraightLine):
         return torch.cat([turned(part, self.frequencies, beside), rest], -1)
 
     def mine(self, name, x):
-        return self.linear(f"self_attn.{name}", x)
+        return self.linear(f"{self.proof.attn}.{name}", x)
 
     def feed(self, x):
-        bias = "mlp.gate.e_score_correction_bias"
-        shares = self.shares("mlp.gate", bias, x, PICKED, *self.proof.groups)
+        shares = self.shares("mlp.gate", self.proof.router_bias, x, PICKED, *self.proof.groups)
         routed = self.experts("mlp.experts", x, shares) * self.proof.scaling
         return routed + self.mlp("mlp.shared_experts", x)
 
@@ -492,7 +500,7 @@ class TestLongcat(Latent):
         return {
             "input_layernorm.weight": (HIDDEN,),
             "post_attention_layernorm.weight": (HIDDEN,),
-            **{f"self_attn.{name}": shape for name, shape in self.attention(layer).items()},
+            **{f"{self.attn}.{name}": shape for name, shape in self.attention(layer).items()},
             **mlp("transformer_layer.mlp", INNER),
         }
 
@@ -513,3 +521,99 @@ class TestLongcat(Latent):
                     layer[f"self_attn.{half}.{name}"] = shape
             shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
         return shapes
+
+
+class HeadGatedLayer(Layer):
+    """Queries without a latent, and a gate for each head."""
+
+    def copied(self):
+        pass
+
+    def heads(self, x):
+        count = len(x)
+        q = self.mine("q_proj", x).view(count, HEADS, NOPE + ROPE)
+        return x, self.with_turned(q), *self.keys_and_values(x)
+
+    def attend(self, x):
+        _, q, k, v = self.heads(x)
+        mixed = attention(q, k, v, scale=self.scale).view(len(x), HEADS, VALUE)
+        mixed = mixed * self.mine("g_proj", x).sigmoid()[..., None]
+        return self.mine("dense", mixed.flatten(1))
+
+
+class TestLing(Latent):
+    """Ling 3, most of whose trunk's layers sum up the past in a state."""
+
+    attn = "attention"
+    names = (f"{LAYER}enorm", f"{LAYER}hnorm", f"{LAYER}eh_proj", f"{LAYER}final_layernorm")
+    extra = ()
+    router_bias = "mlp.gate.expert_bias"
+    embedding = "model.word_embeddings.weight"
+    silent = (*Latent.silent, "dense.weight")
+    kind = HeadGatedLayer
+    eps, theta, scaling = 1e-6, 6000000.0, 2.5
+    groups = (4, 2)
+    config: dict[str, Any] = {  # noqa: RUF012
+        "architectures": ["BailingHybridForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "dtype": "bfloat16",
+        "eos_token_id": 1,
+        "first_k_dense_replace": 1,
+        "head_dim": KDA_DIM,
+        "hidden_act": "silu",
+        "hidden_size": HIDDEN,
+        "initializer_range": 0.02,
+        "intermediate_size": INNER,
+        "kda_lower_bound": -5.0,
+        "kda_safe_gate": True,
+        "kv_lora_rank": KEYS,
+        "layer_group_size": LAYERS,
+        "model_max_length": 262144,
+        "model_type": "bailing_hybrid",
+        "moe_intermediate_size": WIDTH,
+        "moe_renormalize": True,
+        "num_attention_heads": HEADS,
+        "num_expert_group": 4,
+        "num_experts": EXPERTS,
+        "num_experts_per_token": PICKED,
+        "num_hidden_layers": LAYERS,
+        "num_key_value_heads": HEADS,
+        "num_nextn_predict_layers": 1,
+        "num_shared_experts": 1,
+        "pad_token_id": 2,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": NOPE,
+        "qk_rope_head_dim": ROPE,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 6000000.0,
+        "routed_scaling_factor": 2.5,
+        "short_conv_kernel_size": 4,
+        "tie_word_embeddings": False,
+        "topk_group": 2,
+        "use_cache": True,
+        "v_head_dim": VALUE,
+        "vocab_size": VOCAB,
+    }
+
+    def attention(self, layer):
+        width = HEADS * KDA_DIM
+        if layer < LAYERS - 1:
+            shapes: Shapes = dict.fromkeys(
+                [f"{n}_proj.weight" for n in "qkvfg"], (width, HIDDEN)
+            ) | dict.fromkeys([f"{n}_conv1d.weight" for n in "qkv"], (width, 1, 4))
+            return shapes | {
+                "A_log": (HEADS,),
+                "dt_bias": (width,),
+                "b_proj.weight": (HEADS, HIDDEN),
+                "o_norm.weight": (KDA_DIM,),
+                "o_proj.weight": (HIDDEN, width),
+            }
+        return {
+            "q_proj.weight": (HEADS * (NOPE + ROPE), HIDDEN),
+            "kv_a_proj_with_mqa.weight": (KEYS + ROPE, HIDDEN),
+            "kv_a_layernorm.weight": (KEYS,),
+            "kv_b_proj.weight": (HEADS * (NOPE + VALUE), KEYS),
+            "g_proj.weight": (HEADS, HIDDEN),
+            "dense.weight": (HIDDEN, HEADS * VALUE),
+        }
