@@ -25,6 +25,7 @@ from mtplx.errors import MtplxError
 from mtplx.models.checkpoint import Checkpoint, reported, weight_files
 from mtplx.models.families import Family, family_of, mtp_layers, promised_layers
 from mtplx.models.linear import KernelLinear
+from mtplx.models.mixers import over_slots
 from mtplx.models.mtp import MtpLayers
 from mtplx.models.slots import SlotCache, Span
 from mtplx.models.trunk import Trunk, TrunkOutput
@@ -217,6 +218,11 @@ def _load(
                 tensors[ours] = stored
         with ContextManagers(MtpLayers.get_init_context(trunk.dtype, False, False, None)):
             model = MtpLayers(family, trunk.model, joints, blocks, bias)
+        if over_slots(model):
+            raise MtplxError(
+                f"{checkpoint.path}: its MTP layer keeps a state, which is not run; take a "
+                f"{trunk.config.model_type} checkpoint whose MTP layer is of attention"
+            )
         # Those of the trunk, as a loaded one keeps them; they say how experts are put together.
         conversions = getattr(trunk.model, "_weight_conversions", None)
         if conversions is None:
@@ -237,7 +243,9 @@ def _load(
         ("has no place for these of its tensors", report.unexpected_keys),
         ("lacks these tensors, or has them in other shapes", report.missing_keys | wrong),
     ):
-        listed = [theirs.get(name) or family.published(name, trunk.layers) for name in missed]
+        listed = [
+            theirs.get(name) or family.published(name, trunk.layers, blocks) for name in missed
+        ]
         _require(checkpoint, trunk, problem, listed)
     # The published copies equal the trunk's; a layer that was trained further has its own.
     shared = {"embedding": trunk.embed, "output": trunk.model.get_output_embeddings()}

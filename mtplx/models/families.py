@@ -81,9 +81,18 @@ class Family:
                 return (0 if self.in_one else number), f"blocks.{number}.{rest}"
         return None
 
-    def published(self, name: str, trunk_layers: int) -> str:
-        """The name that `translate` makes this one of, as far as it tells."""
+    def published(self, name: str, trunk_layers: int, blocks: int = 1) -> str:
+        """The name that `translate` makes this one of, as far as it tells.
+
+        Args:
+            name: in `MtpLayers`.
+            trunk_layers: how many the trunk has.
+            blocks: how many decoder layers the MTP layers have.
+        """
         kind, number, rest = name.split(".", 2)
+        if self.in_one and rest.startswith("norm."):
+            # What stands behind all of them is named after the last.
+            number = str(blocks - 1)
         shown = str(int(number) + (trunk_layers if self.behind_trunk else 0))
         if kind == "blocks":
             for theirs, ours in self.renamed.items():
@@ -171,17 +180,13 @@ FAMILIES = (
         settings=lambda config, count: {"layers_block_type": config.mtp_layers_block_type},
         in_one=True,
     ),
-    # DeepSeek-V3's layout in its successors. The layer behind the trunk picks its keys itself, also
-    # where some of GLM-5's layers take over those of the layer before.
+    # DeepSeek-V3's layout in its successors.
     Family(
         types=("glm4_moe_lite", "deepseek_v32", "glm_moe_dsa"),
         joint="model.layers.{}.",
         block="model.layers.{}.",
         parts=_DEEPSEEK_PARTS,
-        settings=lambda config, count: {
-            "mlp_layer_types": ["sparse"] * count,
-            "indexer_types": ["full"] * count,
-        },
+        settings=lambda config, count: {"mlp_layer_types": ["sparse"] * count},
         behind_trunk=True,
     ),
     # K-EXAONE: a dense layer with rotary positions, which in the trunk only layers with a window
@@ -224,10 +229,7 @@ FAMILIES = (
         joint="model.mtp_layers.{}.",
         block="model.mtp_layers.{}.",
         parts=_HUNYUAN_PARTS,
-        settings=lambda config, count: {
-            "mlp_layer_types": ["sparse"] * count,
-            "indexer_types": ["full"] * count,
-        },
+        settings=lambda config, count: {},
         plain=lambda layer: (layer.self_attn, layer.mlp),
     ),
     # Its trunk's layers are two in one; the layer behind them is one of their halves.

@@ -205,6 +205,18 @@ class TestExaoneFull(TestExaone):
     config = TestExaone.config | {"mtp_layer_types": ["full_attention"]}
 
 
+class TestExaoneFirstFull(TestExaone):
+    """One whose trunk begins otherwise: the MTP layer is of its kind, with positions, and dense."""
+
+    first = 0
+    window = None
+    config = TestExaone.config | {
+        "is_moe_layer": [True] * LAYERS,
+        "layer_types": ["full_attention", *KINDS[1:]],
+        "mlp_layer_types": ["sparse"] * LAYERS,
+    }
+
+
 class TestMellum(Grouped):
     """Positions turn otherwise where there is a window."""
 
@@ -261,6 +273,21 @@ class TestMellum(Grouped):
             for name in ("drafted_by_position", "accepted_by_position")
         )
         assert drafted > kept > 0
+
+
+class TestMellumUnnamed(Grouped):
+    """One that does not name its MTP layer, which is not as the trunk's first."""
+
+    named = False
+    first = 1
+    window = WINDOW
+    eps, theta = 1e-6, 500000.0
+    config = {
+        key: value for key, value in TestMellum.config.items() if key != "num_nextn_predict_layers"
+    } | {
+        "layer_types": ["full_attention", *KINDS[1:]],
+        "mlp_layer_types": ["dense", *["sparse"] * (LAYERS - 1)],
+    }
 
 
 class TestHy3(Grouped):

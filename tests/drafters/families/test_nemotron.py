@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
-from family_proof import HIDDEN, VOCAB, Proof, Shapes
+import pytest
+from family_proof import HIDDEN, VOCAB, Proof, Shapes, load, write_checkpoint
 from straight_line import StraightLine, attention
 from torch.nn import functional as F
+
+from mtplx.errors import MtplxError
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
 MAMBA_HEADS, MAMBA_DIM, GROUPS, STATE, KERNEL = 4, 6, 2, 5, 4
@@ -182,6 +186,24 @@ class Layers(StraightLine):
 
 class TestNano(Nemotron):
     """The config as it is written now: blocks by their names."""
+
+    @pytest.mark.parametrize(
+        "name", ["mtp.layers.0.enorm.weight", "mtp.layers.1.final_layernorm.weight"]
+    )
+    def test_what_is_missing_is_called_by_its_name(self, tmp_path, name):
+        tensors = self.tensors()
+        del tensors[name]
+        write_checkpoint(tmp_path, self.config, tensors)
+        with pytest.raises(MtplxError, match=f"lacks these tensors, .*: {re.escape(name)};"):
+            load(tmp_path)
+
+    def test_a_layer_with_a_state_is_refused(self, tmp_path):
+        proof = TestNano()
+        proof.pattern = "M*E"
+        config = self.config | {"mtp_layers_block_type": ["mamba", "attention", "moe"]}
+        write_checkpoint(tmp_path, config, proof.tensors())
+        with pytest.raises(MtplxError, match="MTP layer keeps a state, which is not run"):
+            load(tmp_path)
 
     scaling = 2.5
     config = COMMON | {
