@@ -96,7 +96,7 @@ class Family:
         shown = str(int(number) + (trunk_layers if self.behind_trunk else 0))
         if kind == "blocks":
             for theirs, ours in self.renamed.items():
-                rest = rest.replace(ours, theirs)
+                rest = rest.replace(ours, theirs) if ours else theirs + rest
             return self.block.replace("{}", shown) + rest
         part, suffix = rest.split(".", 1)
         theirs = next(theirs for theirs, ours in self.parts.items() if ours == part)
@@ -264,6 +264,36 @@ FAMILIES = (
             "mlp_layer_types": ["sparse"] * count,
         },
         behind_trunk=True,
+    ),
+    # Step-3.7: three layers with output heads of their own, fed what stands before any last norm.
+    Family(
+        types=("step3p5",),
+        joint="model.layers.{}.",
+        block="model.layers.{}.",
+        parts={
+            "enorm": "embedding_norm",
+            "hnorm": "hidden_norm",
+            "eh_proj": "join",
+            "transformer.shared_head.norm": "norm",
+            "transformer.shared_head.output": "output",
+            "shared_head.norm": "norm",
+            "shared_head.output": "output",
+        },
+        renamed={"transformer.": ""},
+        settings=lambda config, count: {
+            "layer_types": config.mtp_layer_types,
+            "mlp_layer_types": config.mtp_mlp_layer_types,
+            "per_layer_config": {
+                layer: {"num_attention_heads": config.num_sliding_attention_heads}
+                for layer, kind in enumerate(config.mtp_layer_types)
+                if kind == "sliding_attention"
+            },
+            "swiglu_limits": None,
+            "swiglu_limits_shared": None,
+        },
+        behind_trunk=True,
+        before_norm=True,
+        feeds_raw=True,
     ),
 )
 
