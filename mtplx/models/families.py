@@ -204,6 +204,14 @@ FAMILIES = (
             "mlp_layer_types": ["dense"] * count,
         },
     ),
+    # EXAONE 4.5: layers of the kinds of the trunk's first.
+    Family(
+        types=("exaone4",),
+        joint="mtp.",
+        block="mtp.layers.{}.",
+        parts=_QWEN_PARTS,
+        settings=lambda config, count: {},
+    ),
     Family(
         types=("mellum",),
         joint="mtp.",

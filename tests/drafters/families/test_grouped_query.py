@@ -1,5 +1,5 @@
-"""K-EXAONE, Mellum 2 and Hy3, as they are published but tiny: layers of grouped-query attention
-over normed heads, and experts."""
+"""K-EXAONE, EXAONE 4.5, Mellum 2 and Hy3, as they are published but tiny: layers of grouped-query
+attention over normed heads, and experts."""
 
 from __future__ import annotations
 
@@ -54,7 +54,9 @@ class Grouped(Proof):
     """What differs is what is around the layer, which MLPs are experts, and how those are picked.
 
     Attributes:
+        prefix: what comes before the names of the trunk.
         layer: what comes before the names of the MTP layer.
+        norms: of a decoder layer.
         names: of norms and the matrix around it, as in `StraightLine`.
         router: of the experts.
         bias: of what is added where experts are picked; None for softmax without one.
@@ -64,7 +66,9 @@ class Grouped(Proof):
         window: of its attention, if there is one.
     """
 
+    prefix = "model."
     layer = "mtp.layers.0."
+    norms = ("input_layernorm", "post_attention_layernorm")
     names = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm")
     router = "mlp.gate"
     bias: str | None = None
@@ -88,8 +92,7 @@ class Grouped(Proof):
 
     def block(self, dense: bool) -> Shapes:
         return {
-            "input_layernorm.weight": (HIDDEN,),
-            "post_attention_layernorm.weight": (HIDDEN,),
+            **{f"{name}.weight": (HIDDEN,) for name in self.norms},
             "self_attn.q_proj.weight": (HEADS * DIM, HIDDEN),
             "self_attn.k_proj.weight": (KV_HEADS * DIM, HIDDEN),
             "self_attn.v_proj.weight": (KV_HEADS * DIM, HIDDEN),
@@ -102,7 +105,7 @@ class Grouped(Proof):
     def shapes(self) -> Shapes:
         shapes: Shapes = {
             self.embedding: (VOCAB, HIDDEN),
-            "model.norm.weight": (HIDDEN,),
+            f"{self.prefix}norm.weight": (HIDDEN,),
             self.output: (VOCAB, HIDDEN),
         }
         for name in self.names:
@@ -110,7 +113,7 @@ class Grouped(Proof):
         shapes[self.join] = (HIDDEN, 2 * HIDDEN)
         for i in range(LAYERS):
             layer = self.block(i < self.first)
-            shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
+            shapes |= {f"{self.prefix}layers.{i}.{name}": shape for name, shape in layer.items()}
         layer = self.block(self.dense)
         return shapes | {self.layer + name: shape for name, shape in layer.items()}
 
@@ -215,6 +218,95 @@ class TestExaoneFirstFull(TestExaone):
         "layer_types": ["full_attention", *KINDS[1:]],
         "mlp_layer_types": ["sparse"] * LAYERS,
     }
+
+
+class NormedBehind(Layer):
+    """Norms behind attention and MLP."""
+
+    def decode(self, x):
+        x = x + self.norm(f"{self.layer}post_attention_layernorm", self.attend(x))
+        return x + self.norm(f"{self.layer}post_feedforward_layernorm", self.feed(x))
+
+
+VISION: Shapes = {
+    "blocks.0.attn.proj.bias": (16,),
+    "blocks.0.attn.proj.weight": (16, 16),
+    "blocks.0.attn.qkv.bias": (32,),
+    "blocks.0.attn.qkv.weight": (32, 16),
+    "blocks.0.mlp.down_proj.bias": (16,),
+    "blocks.0.mlp.down_proj.weight": (16, 16),
+    "blocks.0.mlp.gate_proj.bias": (16,),
+    "blocks.0.mlp.gate_proj.weight": (16, 16),
+    "blocks.0.mlp.up_proj.bias": (16,),
+    "blocks.0.mlp.up_proj.weight": (16, 16),
+    "blocks.0.norm1.weight": (16,),
+    "blocks.0.norm2.weight": (16,),
+    "merger.ln_q.weight": (16,),
+    "merger.mlp.0.bias": (64,),
+    "merger.mlp.0.weight": (64, 64),
+    "merger.mlp.2.bias": (HIDDEN,),
+    "merger.mlp.2.weight": (HIDDEN, 64),
+    "patch_embed.proj.weight": (16, 3, 2, 4, 4),
+}
+"""The images' side of EXAONE 4.5, which text never meets."""
+
+
+class TestExaone45(Grouped):
+    """The text of a model of images, all of it dense."""
+
+    prefix = "model.language_model."
+    embedding = "model.language_model.embed_tokens.weight"
+    norms = ("post_attention_layernorm", "post_feedforward_layernorm")
+    first = LAYERS
+    dense = True
+    window = WINDOW
+    eps, theta = 1e-5, 1000000.0
+    config: dict[str, Any] = {  # noqa: RUF012
+        "architectures": ["Exaone4_5_ForConditionalGeneration"],
+        "dtype": "bfloat16",
+        "image_token_id": 20,
+        "model_type": "exaone4_5",
+        "num_nextn_predict_layers": 1,
+        "text_config": {
+            "eos_token_id": 2,
+            "head_dim": DIM,
+            "hidden_act": "silu",
+            "hidden_size": HIDDEN,
+            "intermediate_size": INNER,
+            "layer_types": KINDS,
+            "max_position_embeddings": 262144,
+            "model_type": "exaone4_5_text",
+            "num_attention_heads": HEADS,
+            "num_hidden_layers": LAYERS,
+            "num_key_value_heads": KV_HEADS,
+            "rms_norm_eps": 1e-05,
+            "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"},
+            "sliding_window": WINDOW,
+            "sliding_window_pattern": "LLLG",
+            "vocab_size": VOCAB,
+        },
+        "tie_word_embeddings": False,
+        "video_token_id": 21,
+        "vision_config": {
+            "depth": 1,
+            "fullatt_block_indexes": [0],
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_heads": 2,
+            "num_key_value_heads": 1,
+            "out_hidden_size": HIDDEN,
+            "patch_size": 4,
+            "window_size": 8,
+        },
+        "vocab_size": VOCAB,
+    }
+
+    def shapes(self):
+        images = {f"model.visual.{name}": shape for name, shape in VISION.items()}
+        return super().shapes() | images
+
+    def reference(self, directory):
+        return NormedBehind(directory, self)
 
 
 class TestMellum(Grouped):

@@ -172,7 +172,7 @@ class Layers(StraightLine):
     def __call__(self, known, drafted):
         stream, rows = self.states(known[:-1]), []
         text = [*known, *drafted]
-        for k in range(COUNT):
+        for k in range(min(COUNT, len(drafted))):
             self.layer = f"model.layers.{LAYERS + k}."
             # Behind position i comes the token after what the layer before has predicted of it.
             embeds = self.embedding[text[1 + k : len(known) + k]]
@@ -186,7 +186,7 @@ class Layers(StraightLine):
             head = f"{self.layer}transformer.shared_head"
             last = self.norm(f"{head}.norm", stream)[-1]
             rows.append(last @ self.tensors[f"{head}.output.weight"].T)
-        return torch.stack(rows[: len(drafted)])
+        return torch.stack(rows)
 
     def states(self, text):
         """Those of the trunk before its last norm."""
