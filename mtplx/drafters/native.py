@@ -24,6 +24,7 @@ from mtplx.models.dequantise import PLAIN, settings_of
 from mtplx.models.families import Family, family_of, mtp_layers, promised_layers, text_settings
 from mtplx.models.handing_over import fill
 from mtplx.models.linear import KernelLinear, hand_over
+from mtplx.models.mixers import over_slots
 from mtplx.models.mtp import MtpLayers
 from mtplx.models.rounding import kept_in, rounded
 from mtplx.models.slots import SlotCache, Span
@@ -74,7 +75,7 @@ class NativeHead(Head):
         trunk.tap(self.taps)
         self.chained = family.chained
         embed: Callable[[Tensor], Tensor] = trunk.embed
-        project: Callable[[Tensor], Tensor] = trunk.model.get_output_embeddings()
+        project = _projection(trunk)
         self.embeds = [copies.get(("embedding", k), embed) for k in range(self.layers)]
         self.projects = [copies.get(("output", k), project) for k in range(self.layers)]
         self._trunk = trunk
@@ -221,6 +222,8 @@ def _load(
     shared = {"embedding": trunk.embed, "output": trunk.model.get_output_embeddings()}
     for name, (layer, ours) in names.items():
         part = ours.split(".")[2]
+        if part == "unused":
+            continue
         if part not in _COPIES:
             tensors[ours] = stored[name]
             continue
@@ -235,6 +238,11 @@ def _load(
             copies[part, layer] = partial(F.linear, weight=weight)
     with ContextManagers(MtpLayers.get_init_context(dtype, False, False, None)):
         model = MtpLayers(family, trunk.model, joints, blocks, bias)
+    if over_slots(model):
+        raise MtplxError(
+            f"{checkpoint.path}: its MTP layer keeps a state, which is not run; take a checkpoint "
+            "whose MTP layer is of attention"
+        )
     report = fill(model, tensors, trunk.model, dtype, take if few else None)
     theirs = {ours: name for name, (_, ours) in names.items()}
     wrong = {name for name, *_ in report.mismatched_keys} | set(report.conversion_errors)
@@ -242,9 +250,22 @@ def _load(
         ("has no place for these of its tensors", report.unexpected_keys),
         ("lacks these tensors, or has them in other shapes", report.missing_keys | wrong),
     ):
-        listed = [theirs.get(name) or family.published(name, trunk.layers) for name in missed]
+        listed = [
+            theirs.get(name) or family.published(name, trunk.layers, blocks) for name in missed
+        ]
         _require(checkpoint, problem, listed)
     return NativeHead(model.eval().requires_grad_(False), family, trunk, copies)
+
+
+def _projection(trunk: Trunk) -> Callable[[Tensor], Tensor]:
+    """The trunk's output head, for states of its type."""
+    output: Any = trunk.model.get_output_embeddings()
+    weight = getattr(output, "weight", None)
+    # Some models keep it wider than the rest.
+    if isinstance(weight, Tensor) and weight.dtype != trunk.dtype:
+        return lambda hidden: output(hidden.to(weight.dtype))
+    project: Callable[[Tensor], Tensor] = output
+    return project
 
 
 def _number(name: str) -> int:

@@ -31,6 +31,7 @@ from mtplx.kernels import Kernels
 from mtplx.models import dequantise, gguf, gguf_families, gguf_tokenizer, gguf_weights
 from mtplx.models.blocks import Bits
 from mtplx.models.eagle3_original import is_head
+from mtplx.models.families import family_of
 from mtplx.models.head_files import PICKLED
 from mtplx.models.rounding import Report, Rounder
 
@@ -391,10 +392,22 @@ def load_outline(checkpoint: Checkpoint) -> PreTrainedModel:
 
 
 def _causal_config(checkpoint: Checkpoint) -> PreTrainedConfig:
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        AutoModelForCausalLM,
+    )
 
     config = load_config(checkpoint)
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    kind = type(config)
+    # Of some that have MTP layers, transformers has the text with the images only.
+    of_images = kind not in MODEL_FOR_CAUSAL_LM_MAPPING and (
+        kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    )
+    if of_images and family_of(config.get_text_config().model_type):
+        model = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[kind]
+        AutoModelForCausalLM.register(kind, model, exist_ok=True)
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise MtplxError(
             f"{checkpoint.name}: a {config.model_type} model is no causal language model"
         )

@@ -34,9 +34,12 @@ class Family:
             comes behind it.
         block: what comes before the decoder layer's own names, likewise.
         parts: the name of each part behind `joint`, and what it is here: `embedding_norm`,
-            `hidden_norm`, `join`, `norm`; `embedding` and `output` for copies of the trunk's.
+            `hidden_norm`, `join`, `norm`; `embedding` and `output` for copies of the trunk's;
+            `unused` for what the family's authors leave lying in the files.
         renamed: names within the decoder layer that transformers has otherwise.
         settings: of the decoder layers.
+        plain: from the trunk's last layer, attention and an MLP such as the decoder layers have
+            where they are put together otherwise than the trunk's: each behind a norm, and added.
         behind_trunk: layers are numbered on behind the trunk's.
         in_one: the numbers are those of several decoder layers in one MTP layer.
         hidden_first: the matrix has the hidden state's columns before the embedding's.
@@ -50,6 +53,7 @@ class Family:
     block: str
     parts: Mapping[str, str]
     settings: Settings
+    plain: Callable[[Any], tuple[Any, Any]] | None = None
     renamed: Mapping[str, str] = field(default_factory=dict)
     behind_trunk: bool = False
     in_one: bool = False
@@ -79,13 +83,22 @@ class Family:
                 return (0 if self.in_one else number), f"blocks.{number}.{rest}"
         return None
 
-    def published(self, name: str, trunk_layers: int) -> str:
-        """The name that `translate` makes this one of, as far as it tells."""
+    def published(self, name: str, trunk_layers: int, blocks: int = 1) -> str:
+        """The name that `translate` makes this one of, as far as it tells.
+
+        Args:
+            name: in `MtpLayers`.
+            trunk_layers: how many the trunk has.
+            blocks: how many decoder layers the MTP layers have.
+        """
         kind, number, rest = name.split(".", 2)
+        if self.in_one and rest.startswith("norm."):
+            # What stands behind all of them is named after the last.
+            number = str(blocks - 1)
         shown = str(int(number) + (trunk_layers if self.behind_trunk else 0))
         if kind == "blocks":
             for theirs, ours in self.renamed.items():
-                rest = rest.replace(ours, theirs)
+                rest = rest.replace(ours, theirs) if ours else theirs + rest
             return self.block.replace("{}", shown) + rest
         part, suffix = rest.split(".", 1)
         theirs = next(theirs for theirs, ours in self.parts.items() if ours == part)
@@ -128,6 +141,14 @@ _QWEN_PARTS = {
     "pre_fc_norm_hidden": "hidden_norm",
     "fc": "join",
     "norm": "norm",
+}
+_HUNYUAN_PARTS = {
+    "enorm": "embedding_norm",
+    "hnorm": "hidden_norm",
+    "eh_proj": "join",
+    "final_layernorm": "norm",
+    "shared_head": "unused",
+    "embed_tokens": "unused",
 }
 
 FAMILIES = (
@@ -201,6 +222,143 @@ FAMILIES = (
             "mlp_layer_types": ["dense"] * count,
         },
         chained=False,
+    ),
+    # Nemotron 3: one layer of several blocks, each with one of the trunk's mixers.
+    Family(
+        types=("nemotron_h",),
+        joint="mtp.layers.{}.",
+        block="mtp.layers.{}.",
+        parts={
+            "enorm": "embedding_norm",
+            "hnorm": "hidden_norm",
+            "eh_proj": "join",
+            "final_layernorm": "norm",
+        },
+        settings=lambda config, count: {"layers_block_type": config.mtp_layers_block_type},
+        in_one=True,
+    ),
+    # DeepSeek-V3's layout in its successors.
+    Family(
+        types=("glm4_moe_lite", "deepseek_v32", "glm_moe_dsa"),
+        joint="model.layers.{}.",
+        block="model.layers.{}.",
+        parts=_DEEPSEEK_PARTS,
+        settings=lambda config, count: {"mlp_layer_types": ["sparse"] * count},
+        behind_trunk=True,
+    ),
+    # K-EXAONE: a dense layer with rotary positions, which in the trunk only layers with a window
+    # have. Where no kinds are named for them, they are those of the trunk's first layers.
+    Family(
+        types=("exaone_moe",),
+        joint="mtp.",
+        block="mtp.layers.{}.",
+        parts=_QWEN_PARTS,
+        settings=lambda config, count: {
+            # With rotary positions; what a layer looks at is said by the other.
+            "layer_types": ["sliding_attention"] * count,
+            "mtp_layer_types": getattr(config, "mtp_layer_types", None)
+            or config.layer_types[:count],
+            "mlp_layer_types": ["dense"] * count,
+        },
+    ),
+    # EXAONE 4.5: layers of the kinds of the trunk's first.
+    Family(
+        types=("exaone4",),
+        joint="mtp.",
+        block="mtp.layers.{}.",
+        parts=_QWEN_PARTS,
+        settings=lambda config, count: {},
+    ),
+    Family(
+        types=("mellum",),
+        joint="mtp.",
+        block="mtp.layers.{}.",
+        parts=_QWEN_PARTS,
+        settings=lambda config, count: {
+            "layer_types": config.mtp_layer_types or ["sliding_attention"] * count,
+            "mlp_layer_types": config.mtp_mlp_layer_types or ["sparse"] * count,
+        },
+    ),
+    # Hy3. Its authors draft with the trunk's output head, not with the one beside the layer.
+    Family(
+        types=("hy_v3",),
+        joint="model.layers.{}.",
+        block="model.layers.{}.",
+        parts=_HUNYUAN_PARTS,
+        settings=lambda config, count: {"mlp_layer_types": ["sparse"] * count},
+        behind_trunk=True,
+    ),
+    # Its trunk's layers keep several streams; the layer behind them has one.
+    Family(
+        types=("hy_v4",),
+        joint="model.mtp_layers.{}.",
+        block="model.mtp_layers.{}.",
+        parts=_HUNYUAN_PARTS,
+        settings=lambda config, count: {},
+        plain=lambda layer: (layer.self_attn, layer.mlp),
+    ),
+    # Its trunk's layers are two in one; the layer behind them is one of their halves.
+    Family(
+        types=("longcat_flash",),
+        joint="model.mtp.",
+        block="model.mtp.layers.{}.",
+        parts={
+            "layers.0.enorm.m": "embedding_norm",
+            "layers.0.hnorm.m": "hidden_norm",
+            "layers.0.eh_proj": "join",
+            "norm": "norm",
+            "embed_tokens": "embedding",
+        },
+        settings=lambda config, count: {},
+        plain=lambda layer: (layer.self_attn[0], layer.mlps[0]),
+        renamed={"transformer_layer.mlp.": "mlp."},
+    ),
+    # Ling 3: attention to all positions behind a trunk that has some layers without.
+    Family(
+        types=("bailing_hybrid",),
+        joint="model.layers.{}.",
+        block="model.layers.{}.",
+        parts={
+            "enorm": "embedding_norm",
+            "hnorm": "hidden_norm",
+            "eh_proj": "join",
+            "final_layernorm": "norm",
+        },
+        settings=lambda config, count: {
+            "layer_types": ["full_attention"] * count,
+            "mlp_layer_types": ["sparse"] * count,
+        },
+        behind_trunk=True,
+    ),
+    # Step-3.7: three layers with output heads of their own, fed what stands before any last norm.
+    Family(
+        types=("step3p5",),
+        joint="model.layers.{}.",
+        block="model.layers.{}.",
+        parts={
+            "enorm": "embedding_norm",
+            "hnorm": "hidden_norm",
+            "eh_proj": "join",
+            "transformer.shared_head.norm": "norm",
+            "transformer.shared_head.output": "output",
+            "shared_head.norm": "norm",
+            "shared_head.output": "output",
+        },
+        renamed={"transformer.": ""},
+        settings=lambda config, count: {
+            "layer_types": config.mtp_layer_types,
+            "mlp_layer_types": config.mtp_mlp_layer_types,
+            "per_layer_config": {
+                layer: {"num_attention_heads": config.num_sliding_attention_heads}
+                for layer, kind in enumerate(config.mtp_layer_types)
+                if kind == "sliding_attention"
+            },
+            "swiglu_limits": None,
+            "swiglu_limits_shared": None,
+        },
+        behind_trunk=True,
+        before_norm=True,
+        feeds_raw=True,
     ),
 )
 

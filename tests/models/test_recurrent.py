@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from mtplx.errors import MtplxError
 from mtplx.models import recurrent as recurrent_slots
 from mtplx.models.deterministic import DeterministicTrunk
-from mtplx.models.recurrent import RecurrentSlots, decayed_sum, gated_delta_rule
+from mtplx.models.recurrent import RecurrentSlots, decayed_sum, gated_delta_rule, rowwise_delta_rule
 from mtplx.models.slots import Span
 from mtplx.models.trunk import Trunk
 
@@ -31,6 +31,24 @@ EXPERTS = {
     "shared_expert_intermediate_size": 8,
 }
 FAMILIES = {
+    "bailing_hybrid": {
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 8,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 8,
+        "layer_group_size": 3,
+        "first_k_dense_replace": 1,
+        "num_experts": 4,
+        "num_experts_per_token": 2,
+        "num_shared_experts": 1,
+        "num_expert_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 8,
+        "model_max_length": 512,
+        "pad_token_id": None,
+    },
     "qwen3_next": DELTA | EXPERTS,
     "qwen3_5_text": DELTA,
     "qwen3_5_moe_text": DELTA | EXPERTS,
@@ -143,11 +161,16 @@ def test_a_chunk_reads_what_position_by_position_is_read():
     g = -torch.rand(2, 3, 20, generator=noise)
     beta = torch.rand(2, 3, 20, generator=noise)
     begun = torch.randn(2, 3, 4, 6, generator=noise)
-    for rule, more in ((gated_delta_rule, (beta,)), (decayed_sum, ())):
-        read, writes = rule(begun, q, k, v, g, *more)
+    rowwise = -torch.rand(2, 3, 20, 4, generator=noise)
+    for rule, decay, more in (
+        (gated_delta_rule, g, (beta,)),
+        (rowwise_delta_rule, rowwise, (beta,)),
+        (decayed_sum, g, ()),
+    ):
+        read, writes = rule(begun, q, k, v, decay, *more)
         state, states = begun, [begun]
         for i in range(20):
-            state = state * g[:, :, i, None, None].exp()
+            state = state * decay.view(2, 3, 20, -1)[:, :, i, :, None].exp()
             value = v[:, :, i]
             if more:
                 held = (k[:, :, i, None] @ state)[:, :, 0]
