@@ -269,6 +269,7 @@ FAMILIES = (
         parts=_QWEN_PARTS,
         settings=lambda config, count: {},
     ),
+    # Mellum 2.
     Family(
         types=("mellum",),
         joint="mtp.",
@@ -288,7 +289,7 @@ FAMILIES = (
         settings=lambda config, count: {"mlp_layer_types": ["sparse"] * count},
         behind_trunk=True,
     ),
-    # Its trunk's layers keep several streams; the layer behind them has one.
+    # Hy4, whose trunk's layers keep several streams; the layer behind them has one.
     Family(
         types=("hy_v4",),
         joint="model.mtp_layers.{}.",
@@ -297,7 +298,7 @@ FAMILIES = (
         settings=lambda config, count: {},
         plain=lambda layer: (layer.self_attn, layer.mlp),
     ),
-    # Its trunk's layers are two in one; the layer behind them is one of their halves.
+    # LongCat-Flash, whose trunk's layers are two in one; the layer behind them is one half.
     Family(
         types=("longcat_flash",),
         joint="model.mtp.",
@@ -353,6 +354,7 @@ FAMILIES = (
                 for layer, kind in enumerate(config.mtp_layer_types)
                 if kind == "sliding_attention"
             },
+            # Of these transformers keeps the trunk's alone; published ones bound its last layers.
             "swiglu_limits": None,
             "swiglu_limits_shared": None,
         },
