@@ -263,7 +263,7 @@ FAMILIES = (
     ),
     # EXAONE 4.5: layers of the kinds of the trunk's first.
     Family(
-        types=("exaone4",),
+        types=("exaone4", "exaone4_5_text"),
         joint="mtp.",
         block="mtp.layers.{}.",
         parts=_QWEN_PARTS,

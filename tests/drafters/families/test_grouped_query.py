@@ -385,7 +385,7 @@ class TestMellumUnnamed(Grouped):
 class TestHy3(Grouped):
     """A layer behind the trunk, beside which lies an output head that it was not trained with."""
 
-    layer = behind = f"model.layers.{LAYERS}."
+    layer = f"model.layers.{LAYERS}."
     names = (f"{layer}enorm", f"{layer}hnorm", f"{layer}eh_proj", f"{layer}final_layernorm")
     router = "mlp.router.gate"
     bias = "mlp.expert_bias"

@@ -110,10 +110,6 @@ class Latent(Proof):
     kind: type[Layer]
 
     @property
-    def behind(self) -> str:
-        return LAYER if self.layer == LAYER else ""
-
-    @property
     def join(self) -> str:
         return f"{self.names[2]}.weight"
 

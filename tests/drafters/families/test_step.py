@@ -100,6 +100,7 @@ class TestStep37(Proof):
             "width": 16,
         },
     }
+    layers = 3
     no_norm = 0.0
     join = f"model.layers.{LAYERS}.eh_proj.weight"
 
