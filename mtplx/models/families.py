@@ -142,14 +142,13 @@ _QWEN_PARTS = {
     "fc": "join",
     "norm": "norm",
 }
-_HUNYUAN_PARTS = {
+_FINAL_PARTS = {
     "enorm": "embedding_norm",
     "hnorm": "hidden_norm",
     "eh_proj": "join",
     "final_layernorm": "norm",
-    "shared_head": "unused",
-    "embed_tokens": "unused",
 }
+_HUNYUAN_PARTS = {**_FINAL_PARTS, "shared_head": "unused", "embed_tokens": "unused"}
 
 FAMILIES = (
     # DeepSeek-V3's report (arXiv 2412.19437, section 2.2), and the GLM-4.5 report after it.
@@ -210,12 +209,7 @@ FAMILIES = (
         types=("mimo_v2_flash",),
         joint="model.mtp.layers.{}.",
         block="model.mtp.layers.{}.",
-        parts={
-            "enorm": "embedding_norm",
-            "hnorm": "hidden_norm",
-            "eh_proj": "join",
-            "final_layernorm": "norm",
-        },
+        parts=_FINAL_PARTS,
         renamed={"pre_mlp_layernorm": "post_attention_layernorm"},
         settings=lambda config, count: {
             "layer_types": ["sliding_attention"] * count,
@@ -228,12 +222,7 @@ FAMILIES = (
         types=("nemotron_h",),
         joint="mtp.layers.{}.",
         block="mtp.layers.{}.",
-        parts={
-            "enorm": "embedding_norm",
-            "hnorm": "hidden_norm",
-            "eh_proj": "join",
-            "final_layernorm": "norm",
-        },
+        parts=_FINAL_PARTS,
         settings=lambda config, count: {"layers_block_type": config.mtp_layers_block_type},
         in_one=True,
     ),
@@ -319,12 +308,7 @@ FAMILIES = (
         types=("bailing_hybrid",),
         joint="model.layers.{}.",
         block="model.layers.{}.",
-        parts={
-            "enorm": "embedding_norm",
-            "hnorm": "hidden_norm",
-            "eh_proj": "join",
-            "final_layernorm": "norm",
-        },
+        parts=_FINAL_PARTS,
         settings=lambda config, count: {
             "layer_types": ["full_attention"] * count,
             "mlp_layer_types": ["sparse"] * count,
