@@ -269,19 +269,22 @@ class Proof:
     # --- the proof ---
 
     @pytest.fixture(scope="class")
-    def directory(self, tmp_path_factory):
+    @classmethod
+    def directory(cls, tmp_path_factory):
         return write_checkpoint(
-            tmp_path_factory.mktemp(type(self).__name__), self.config, self.tensors()
+            tmp_path_factory.mktemp(cls.__name__), cls().config, cls().tensors()
         )
 
     @pytest.fixture(scope="class")
-    def loaded(self, directory):
-        return self.load(directory)
+    @classmethod
+    def loaded(cls, directory):
+        return cls().load(directory)
 
     @pytest.fixture(scope="class")
-    def expected(self, directory):
+    @classmethod
+    def expected(cls, directory):
         """What transformers writes, one prompt at a time."""
-        model = self.transformers(directory, dtype=torch.float32)
+        model = cls().transformers(directory, dtype=torch.float32)
         model.generation_config.eos_token_id = None
         settings = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0}
         texts = [model.generate(torch.tensor([p]), **settings)[0].tolist() for p in PROMPTS]
@@ -301,6 +304,7 @@ class Proof:
         found = find_head(Checkpoint("tiny", directory), trunk, None)
         assert (found.depth, found.notes) == (1, notes)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("depth", [1, 2, 4, (4, 0, 2)])
     def test_greedy_text_is_that_of_generate(self, loaded, expected, depth):
         trunk, head, _ = loaded
@@ -325,6 +329,7 @@ class Proof:
         kept = torch.tensor([s.accepted_by_position[:3] for s in stats]).sum(0).tolist()
         assert len(cycles) > kept[0] > kept[2] > 0
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("source", ["token", "hidden"])
     def test_a_head_that_knows_the_text_has_every_draft_kept(self, tmp_path, source):
         write_checkpoint(tmp_path, self.config, self.counting(source))
@@ -340,6 +345,7 @@ class Proof:
                 assert len(s.drafted_by_position) == depth
                 assert s.accepted_by_position == s.drafted_by_position
 
+    @pytest.mark.slow
     def test_in_the_published_type_it_drafts_too(self, directory):
         trunk, head, _ = self.load(directory, torch.bfloat16)
         texts, stats = decode(trunk, head, PROMPTS[:1], 2, SAMPLED)

@@ -77,6 +77,7 @@ def drafted(stats):
 # --- The text is the target's ---------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verifier", VERIFIERS)
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy_text_is_that_of_depth_0(name, verifier):
@@ -95,6 +96,7 @@ def test_greedy_text_is_that_of_depth_0(name, verifier):
             assert len(stats[0].drafted_by_position) <= depth
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_coupled_text_is_that_of_depth_0_whatever_the_settings(name):
     penalised = SamplerConfig(temperature=1.2, repetition_penalty=1.4, no_repeat_ngram=3)
@@ -108,6 +110,7 @@ def test_a_coupled_text_is_that_of_depth_0_whatever_the_settings(name):
     assert 0 < accepted(stats) < drafted(stats)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verifier", VERIFIERS)
 @pytest.mark.parametrize("name", NAMES)
 def test_neighbours_do_not_matter(name, verifier):
@@ -459,6 +462,7 @@ def test_a_long_prompt_is_read_in_pieces(monkeypatch):
 # --- The last text --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", [0, 2])
 @pytest.mark.parametrize("name", NAMES)
 def test_what_the_last_text_left_is_begun_with(name, before):
