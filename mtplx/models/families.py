@@ -346,7 +346,8 @@ FAMILIES = (
         before_norm=True,
         feeds_raw=True,
     ),
-    # MiniMax-M3: a sparse layer with experts, whatever those of the trunk are.
+    # MiniMax-M3: a sparse layer with experts, whatever those of the trunk are. vLLM feeds the next
+    # draft what stands before the last norm; those who train and serve it otherwise, behind it.
     Family(
         types=("minimax_m3_vl_text",),
         joint="model.mtp.layers.{}.",

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -162,7 +163,7 @@ class _Layers(dict[int, _Layer]):
     def __init__(self, cache: SlotCache) -> None:
         super().__init__()
         # Weakly, so that a cache's memory is free as soon as nobody uses it.
-        self._cache = weakref.proxy(cache)
+        self._cache: Any = weakref.proxy(cache)
 
     def __missing__(self, index: int) -> _Layer:
         return _Layer(self._cache, index)
