@@ -1,5 +1,8 @@
 """Slots: what is written past a length is scratch, and going back is setting a number."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -68,6 +71,30 @@ def test_kept_rows_are_in_the_order_asked_for():
         assert torch.equal(cache.slots[layer].keys[:, :, :2], keys[[2, 0]] + layer)
         assert torch.equal(cache.slots[layer].values[:, :, :2], keys[[2, 0]] - layer)
     KVSlots(4).keep_rows(torch.tensor([0]))  # nothing to drop yet
+
+
+def test_index_keys_lie_in_slots_whoever_asks_for_their_place():
+    """By the cache's interface, or by that of one of its layers."""
+    keys = some(2, 3, 4)
+    caches = [SlotCache(capacity=8), SlotCache(capacity=8)]
+    for cache in caches:
+        cache.span = Span.after([2, 0], 3, CPU)
+    read = caches[0].update_indexer(keys, 5)
+    assert torch.equal(caches[1].layers[5].update_index(keys[:, None]), read[:, None])
+    assert torch.equal(read[0, 2:], keys[0]) and torch.equal(read[1, :3], keys[1])
+    # As transformers counts layers, there are none.
+    assert len(caches[1]) == 0 and caches[1].layers == {}
+
+
+def test_a_cache_is_gone_with_its_last_user():
+    cache = SlotCache(capacity=4)
+    seen = weakref.ref(cache)
+    gc.disable()
+    try:
+        del cache
+        assert seen() is None
+    finally:
+        gc.enable()
 
 
 def test_transformers_is_told_how_much_is_read():

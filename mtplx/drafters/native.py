@@ -98,8 +98,7 @@ class NativeHead(Head):
             layer,
             self.embeds[layer](tokens).to(hidden.dtype),
             hidden,
-            # The slot is that of the hidden state, the rotary position that of the token.
-            span.positions + 1,
+            span.positions,
             self._trunk.mask(self.model.kind(layer), span, self.model.config),
             cache,
         )

@@ -346,6 +346,18 @@ FAMILIES = (
         before_norm=True,
         feeds_raw=True,
     ),
+    # MiniMax-M3: a sparse layer with experts, whatever those of the trunk are. vLLM feeds the next
+    # draft what stands before the last norm; those who train and serve it otherwise, behind it.
+    Family(
+        types=("minimax_m3_vl_text",),
+        joint="model.mtp.layers.{}.",
+        block="model.mtp.layers.{}.transformer_layer.",
+        parts=_FINAL_PARTS,
+        settings=lambda config, count: {
+            "layer_types": ["minimax_m3_sparse"] * count,
+            "mlp_layer_types": ["sparse"] * count,
+        },
+    ),
 )
 
 

@@ -131,7 +131,7 @@ class MtpLayers(PreTrainedModel):  # type: ignore[misc]
             layer: which.
             embeds: of the tokens, [B, T, H].
             hidden: of the positions before them, [B, T, H].
-            positions: of the tokens, [B, T].
+            positions: of the states, at which keys lie too, [B, T].
             mask: what each may look at, [B, 1, T, keys].
             cache: of all layers.
         """
@@ -142,7 +142,8 @@ class MtpLayers(PreTrainedModel):  # type: ignore[misc]
             kinds = {}
             if "layer_type" in signature(rotary.forward).parameters:
                 kinds = {"layer_type": self.kind(layer)}
-            inputs["position_embeddings"] = rotary(x, position_ids=positions, **kinds)
+            # Turned by the position of the token.
+            inputs["position_embeddings"] = rotary(x, position_ids=positions + 1, **kinds)
         for block in self.blocks if self.count == 1 else [self.blocks[layer]]:
             x = block(x, attention_mask=mask, position_ids=positions, cache=cache, **inputs)
             x = x[0] if isinstance(x, tuple) else x

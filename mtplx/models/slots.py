@@ -7,9 +7,11 @@ a rejected draft is therefore setting a number back (docs/architecture.md).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -144,6 +146,29 @@ def _write(storage: Tensor, new: Tensor, span: Span) -> None:
         storage[rows, :, span.positions] = new.transpose(1, 2)
 
 
+class _Layer:
+    """One layer of a cache, for models that ask for more than the cache's own interface has."""
+
+    def __init__(self, cache: SlotCache, index: int) -> None:
+        self._cache, self._index = cache, index
+
+    def update_index(self, keys: Tensor) -> Tensor:
+        """As `update_indexer`, for keys [B, 1, T, D] that pick blocks of keys (MiniMax-M3)."""
+        return self._cache.update_indexer(keys[:, 0], self._index)[:, None]
+
+
+class _Layers(dict[int, _Layer]):
+    """Any layer by its number. transformers' own code, which goes through all, finds none."""
+
+    def __init__(self, cache: SlotCache) -> None:
+        super().__init__()
+        # Weakly, so that a cache's memory is free as soon as nobody uses it.
+        self._cache: Any = weakref.proxy(cache)
+
+    def __missing__(self, index: int) -> _Layer:
+        return _Layer(self._cache, index)
+
+
 class SlotCache(Cache):  # type: ignore[misc]
     """The trunk's cache, in the interface that transformers' attention modules call.
 
@@ -151,7 +176,7 @@ class SlotCache(Cache):  # type: ignore[misc]
     """
 
     def __init__(self, capacity: int) -> None:
-        super().__init__(layers=[])
+        super().__init__(layers=_Layers(self))
         self.capacity = capacity
         self.slots: dict[int, KVSlots] = {}
         self.recurrent: dict[int, RecurrentSlots] = {}

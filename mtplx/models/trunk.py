@@ -193,8 +193,8 @@ class Trunk:
         return TrunkOutput(hidden, aux, output.logits if with_logits else None)
 
 
-_FULL = frozenset({"full_attention", "indexed_attention"})
-"""Kinds of layers that may look at any position before; the second picks some of them itself."""
+_FULL = frozenset({"full_attention", "indexed_attention", "minimax_m3_sparse"})
+"""Kinds of layers that may look at any position before; all but the first pick some themselves."""
 
 _RECURRENT = frozenset({"linear_attention"})
 _BLIND = frozenset({"moe", "mlp"})

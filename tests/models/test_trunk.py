@@ -188,11 +188,26 @@ INDEXED = {
     "index_head_dim": 8,
     "index_topk": 4,
 }
-SPARSE = {"deepseek_v32": {}, "glm_moe_dsa": {"index_topk_freq": 2}, "hy_v4": {"hc_mult": 2}}
+SPARSE = {
+    "deepseek_v32": {},
+    "glm_moe_dsa": {"index_topk_freq": 2},
+    "hy_v4": {"hc_mult": 2},
+    # Of keys it picks blocks, for each group of heads its own.
+    "minimax_m3_vl_text": {
+        "index_block_size": 2,
+        "index_n_heads": 2,
+        "index_topk_blocks": 3,
+        "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "num_key_value_heads": 2,
+        "num_local_experts": 4,
+        "shared_intermediate_size": 8,
+    },
+}
 
 
-def sparse(model_type):
-    return model(model_type, initializer_range=0.3, **INDEXED | SPARSE[model_type])
+def sparse(model_type, **settings):
+    return model(model_type, initializer_range=0.3, **INDEXED | SPARSE[model_type] | settings)
 
 
 @pytest.mark.parametrize("kind", [Trunk, DeterministicTrunk])
@@ -233,16 +248,16 @@ def test_where_keys_are_picked_a_rejected_token_is_not_picked_from(model_type, k
     else:
         torch.testing.assert_close(again[0], logits[1, 1:], rtol=1e-3, atol=1e-3)
     # That keys are picked is seen: with all of them the logits are others.
-    dense = model(model_type, initializer_range=0.3, **INDEXED | {"index_topk": 64})
+    dense = sparse(model_type, index_topk=64, index_topk_blocks=64)
     other = dense(texts[:1, : lengths[1] + 3]).logits[0, lengths[1] :]
     assert not torch.allclose(logits[1], other, atol=1e-2)
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v32", "glm_moe_dsa"])
+@pytest.mark.parametrize("model_type", ["deepseek_v32", "glm_moe_dsa", "minimax_m3_vl_text"])
 def test_a_text_too_short_to_show_it_leaves_picked_keys_picked(model_type):
     """The deterministic trunk's own attention would look at all of them."""
-    settings = INDEXED | {"index_topk": 64, "max_position_embeddings": 256}
-    trunk = DeterministicTrunk(model(model_type, initializer_range=0.3, **settings))
+    settings = {"index_topk": 64, "index_topk_blocks": 64, "max_position_embeddings": 256}
+    trunk = DeterministicTrunk(sparse(model_type, **settings))
     assert "indices" in str(trunk.slow_because)
 
 
