@@ -6,11 +6,11 @@ Depths beyond the number of layers come from feeding the last one its own output
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import safe_open
@@ -28,6 +28,9 @@ from mtplx.models.linear import KernelLinear
 from mtplx.models.mtp import MtpLayers
 from mtplx.models.slots import SlotCache, Span
 from mtplx.models.trunk import Trunk, TrunkOutput
+
+GGUF_PROMISE = "nextn_predict_layers"
+"""What a GGUF file's header calls its number of MTP layers, behind the architecture's name."""
 
 _COPIES = ("embedding", "output")
 """Parts that are copies of the trunk's, or were trained further."""
@@ -121,6 +124,85 @@ class NativeHead:
         return self.projects[layer](hidden)
 
 
+Status = Literal["works", "loads unverified", "heads missing", "unknown layout", "none"]
+"""What becomes of a checkpoint's MTP layers. They are made into a head where they are of a known
+family: `works`; or `loads unverified`, where the config promises another number of them than the
+files hold, which no family's proof covers. `heads missing`: the config promises some, and the files
+hold none. `unknown layout`: they are called, shaped or stored in no way that is known here."""
+
+
+@dataclass(frozen=True)
+class NativeLayers:
+    """What a checkpoint's config and the names of its tensors say of its MTP layers.
+
+    Attributes:
+        status: see Status.
+        tensors: the names of each layer's, by its number, from 0 on.
+        promised: how many layers the config names.
+        family: theirs, where its layers are run.
+        notes: what the user should know.
+    """
+
+    status: Status
+    tensors: Mapping[int, Sequence[str]]
+    promised: int
+    family: Family | None = None
+    notes: tuple[str, ...] = ()
+
+
+def native_layers(
+    checkpoint: Checkpoint, names: Iterable[str], trunk_layers: int | None
+) -> NativeLayers:
+    """The MTP layers among tensors with these names, and what becomes of them.
+
+    Args:
+        checkpoint: whose they are; its config is read.
+        names: of all its tensors.
+        trunk_layers: see `families.mtp_layers`.
+    """
+    kind, promised, unread = _declared(checkpoint)
+    family = family_of(kind)
+    tensors = mtp_layers(names, trunk_layers, family)
+    held = len(tensors)
+    if not held and not promised:
+        return NativeLayers("none", {}, 0)
+    where = "its header" if checkpoint.is_gguf else "config.json"
+    if not held:
+        note = f"{where} promises {promised} MTP layer(s), but the weight files hold none"
+        return NativeLayers("heads missing", {}, promised, family, (f"nothing is drafted: {note}",))
+    if unread is None and family is None:
+        unread = f"the MTP layers of a {kind} model are not run yet"
+    if unread:
+        note = f"nothing is drafted: {unread}"
+        return NativeLayers("unknown layout", tensors, promised, family, (note,))
+    # What is written counts: transformers' config classes say 1 where nothing is.
+    if promised == held:
+        return NativeLayers("works", tensors, promised, family)
+    named = f"promises {promised} MTP layer(s)" if promised else "names no MTP layers"
+    note = f"{where} {named}, and the weight files hold {held}: what they hold drafts"
+    status: Status = "loads unverified" if promised else "works"
+    return NativeLayers(status, tensors, promised, family, (note,))
+
+
+def _declared(checkpoint: Checkpoint) -> tuple[str, int, str | None]:
+    """The trunk's type, how many layers are promised, and why they cannot be read, if so."""
+    if checkpoint.is_gguf:
+        file = checkpoint.gguf_file
+        promised = file.metadata.get(f"{file.architecture}.{GGUF_PROMISE}")
+        unread = "the MTP layers of a GGUF file are not run yet"
+        return file.architecture, promised if isinstance(promised, int) else 0, unread
+    config = json.loads((checkpoint.path / "config.json").read_text(encoding="utf-8"))
+    # A model of text and images keeps its language model's type in a config of its own.
+    kind = (config.get("text_config") or {}).get("model_type") or config.get("model_type")
+    unread = None
+    if "quantization_config" in config:
+        unread = (
+            "the MTP layers of a quantised checkpoint are not run yet; its unquantised form has "
+            "them"
+        )
+    return str(kind), promised_layers(config), unread
+
+
 def load_native_head(
     checkpoint: Checkpoint, trunk: Trunk
 ) -> tuple[NativeHead | None, tuple[str, ...]]:
@@ -133,58 +215,45 @@ def load_native_head(
         MtplxError: the tensors of the MTP layers are not those that the family has.
     """
     if checkpoint.is_gguf:
-        if not mtp_layers(checkpoint.gguf_file.tensors, trunk.layers):
-            return None, ()
-        return None, ("nothing is drafted: the MTP layers of a GGUF file are not run yet",)
-    config = json.loads((checkpoint.path / "config.json").read_text(encoding="utf-8"))
-    kind = trunk.config.model_type
-    family = family_of(kind)
-    files = _tensor_files(checkpoint.path)
-    layers = mtp_layers(files, trunk.layers, family)
-    # What is written counts: transformers' config classes say 1 where nothing is.
-    promised = promised_layers(config)
-    if not layers:
-        if not promised:
-            return None, ()
-        return None, (
-            f"nothing is drafted: config.json promises {promised} MTP layer(s), "
-            "but the weight files hold none",
-        )
-    if family is None:
-        return None, (f"nothing is drafted: the MTP layers of a {kind} model are not run yet",)
-    if "quantization_config" in config:
-        return None, (
-            "nothing is drafted: the MTP layers of a quantised checkpoint are not run yet; "
-            "its unquantised form has them",
-        )
-    own = {name: files[name] for names in layers.values() for name in names}
-    head = _load(checkpoint, trunk, family, own)
-    if promised == head.layers:
-        return head, ()
-    named = f"promises {promised} MTP layer(s)" if promised else "names no MTP layers"
-    return head, (
-        f"config.json {named}, and the weight files hold {head.layers}: what they hold drafts",
-    )
+        return make_native_head(checkpoint, checkpoint.gguf_file.tensors, trunk)
+    with ExitStack() as stack:
+        stored: dict[str, Any] = {}
+        for file in weight_files(checkpoint.path):
+            opened = stack.enter_context(safe_open(file, framework="pt"))
+            stored |= {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+        return make_native_head(checkpoint, stored, trunk)
 
 
-def _tensor_files(directory: Path) -> dict[str, Path]:
-    """The file that holds each of a directory's tensors."""
-    files: dict[str, Path] = {}
-    for file in weight_files(directory):
-        with safe_open(file, framework="pt") as tensors:
-            files.update(dict.fromkeys(tensors.keys(), file))
-    return files
+def make_native_head(
+    checkpoint: Checkpoint, stored: Mapping[str, Any], trunk: Trunk
+) -> tuple[NativeHead | None, tuple[str, ...]]:
+    """The same of tensors at hand.
+
+    Beside a trunk on the meta device, and of tensors there, the head is one too: that shows whether
+    it could be loaded without reading anything.
+
+    Args:
+        checkpoint: whose they are.
+        stored: all its tensors by name, or what gives them when it is sliced.
+        trunk: of the checkpoint.
+    """
+    found = native_layers(checkpoint, stored, trunk.layers)
+    if found.status not in ("works", "loads unverified"):
+        return None, found.notes
+    assert found.family is not None
+    own = {name: stored[name] for names in found.tensors.values() for name in names}
+    return _load(checkpoint, trunk, found.family, own), found.notes
 
 
 def _load(
-    checkpoint: Checkpoint, trunk: Trunk, family: Family, files: Mapping[str, Path]
+    checkpoint: Checkpoint, trunk: Trunk, family: Family, stored: Mapping[str, Any]
 ) -> NativeHead:
     """The head made of these tensors, all of them and no others.
 
     transformers passes over tensors that it has no place for, and draws at random what is missing;
     here either is an error.
     """
-    places = {name: family.translate(name, trunk.layers) for name in files}
+    places = {name: family.translate(name, trunk.layers) for name in stored}
     _require(
         checkpoint,
         trunk,
@@ -199,20 +268,15 @@ def _load(
         (_number(ours) for _, ours in names.values() if ours.startswith("joints.")), default=0
     )
     bias = any(ours.endswith(".join.bias") for _, ours in names.values())
-    with reported(checkpoint), ExitStack() as stack:
-        opened = {
-            file: stack.enter_context(safe_open(file, framework="pt"))
-            for file in sorted(set(files.values()))
-        }
+    with reported(checkpoint):
         tensors: dict[str, Any] = {}
         copies: dict[tuple[str, int], Tensor] = {}
         for name, (layer, ours) in names.items():
-            stored = opened[files[name]].get_slice(name)
             part = ours.split(".")[2]
             if part in _COPIES:
-                copies[part, layer] = stored[:].to(trunk.device, trunk.dtype)
+                copies[part, layer] = stored[name][:].to(trunk.device, trunk.dtype)
             else:
-                tensors[ours] = stored
+                tensors[ours] = stored[name]
         with ContextManagers(MtpLayers.get_init_context(trunk.dtype, False, False, None)):
             model = MtpLayers(family, trunk.model, joints, blocks, bias)
         # Those of the trunk, as a loaded one keeps them; they say how experts are put together.
@@ -257,7 +321,9 @@ def _require(checkpoint: Checkpoint, trunk: Trunk, problem: str, names: list[str
 
 
 def _is_made_of(layer: Any, weight: Tensor) -> bool:
-    """Whether this is a layer's weight, as the layer keeps it."""
+    """Whether this is a layer's weight, as the layer keeps it; as published, it is."""
+    if weight.is_meta:
+        return True
     if isinstance(layer, KernelLinear):
         return torch.equal(layer.data, weight.bfloat16())
     return torch.equal(layer.weight, weight)

@@ -16,7 +16,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -46,6 +46,7 @@ class Checkpoint:
     `name` is what the user called it, `path` a directory in Hugging Face layout or a GGUF file,
     `head` the directory of an attached head that goes with it, `origin` the model's name where
     it was published, if known, `sampling` the settings that go with it where its files have none.
+    `remote` tells that only its config is on this disk, and its weights are still on the hub.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Checkpoint:
     head: Path | None = None
     origin: str | None = None
     sampling: Mapping[str, float] = field(default_factory=dict, hash=False)
+    remote: bool = False
 
     @property
     def is_gguf(self) -> bool:
@@ -124,16 +126,31 @@ _HUB_FILES = [
 # weights once more in another format.
 _NOT_HUB_FILES = ["*/*", "consolidated*"]
 
+_SMALL_FILES = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+]
+"""What tells about a model on the hub without its weights; all but the first may be missing."""
+
 _INDEX = "model.safetensors.index.json"
 _LFS_POINTER = b"version https://git-lfs"
 
 
-def locate(model: str | os.PathLike[str]) -> Checkpoint:
+def locate(model: str | os.PathLike[str], weights: bool = True) -> Checkpoint:
     """Finds a model, downloading it only where `model` is a hub id.
 
     A built-in name wins over a path, and a path over a hub id: whatever exists, begins with `.`,
-    `/` or `~`, or ends in `.gguf` is a path. Raises `MtplxError` where there is no such model or
-    its files are damaged.
+    `/` or `~`, or ends in `.gguf` is a path.
+
+    Args:
+        model: see there.
+        weights: whether those of a hub id are wanted; if not, they stay there, and what was
+            downloaded before is taken as it is.
+    Raises:
+        MtplxError: there is no such model, or its files are damaged.
     """
     if model in _BUILT_IN:
         return _locate_built_in(str(model))
@@ -153,6 +170,8 @@ def locate(model: str | os.PathLike[str]) -> Checkpoint:
     ):
         raise MtplxError(f"{path}: no such file or directory")
     elif _HUB_ID.fullmatch(name):
+        if not weights:
+            return _locate_config(name)
         path = _download(name)
         _check_directory(path)
         return Checkpoint(name, path, origin=name)
@@ -210,14 +229,62 @@ def _locate_built_in(name: str) -> Checkpoint:
 def _download(repository: str, files: Sequence[str] = _HUB_FILES) -> Path:
     """A hub repository's files on this disk, without anything that could be run."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
-    try:
+    with from_hub(repository):
         return Path(
             snapshot_download(
                 repository, allow_patterns=list(files), ignore_patterns=_NOT_HUB_FILES
             )
         )
+
+
+def _locate_config(repository: str) -> Checkpoint:
+    """A model of the hub without its weights, or with them where they were downloaded before."""
+    from huggingface_hub import hf_hub_download, snapshot_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    with suppress(LocalEntryNotFoundError, MtplxError):
+        # Of an earlier look there may be a config alone, and of a broken download some weights.
+        path = Path(
+            snapshot_download(
+                repository,
+                allow_patterns=_HUB_FILES,
+                ignore_patterns=_NOT_HUB_FILES,
+                local_files_only=True,
+            )
+        )
+        _check_directory(path)
+        return Checkpoint(repository, path, origin=repository)
+    found = {}
+    with from_hub(repository):
+        for file in _SMALL_FILES:
+            try:
+                found[file] = Path(hf_hub_download(repository, file))
+            except LocalEntryNotFoundError:  # the hub cannot be reached
+                raise
+            except EntryNotFoundError:
+                if file == "config.json":
+                    break
+    if not found:
+        raise MtplxError(
+            f"{repository}: no config.json there, so it is no model in Hugging Face layout"
+        )
+    path = found["config.json"].parent
+    _check_config(path)
+    return Checkpoint(repository, path, origin=repository, remote=True)
+
+
+@contextmanager
+def from_hub(repository: str) -> Iterator[None]:
+    """Turns what the hub's client raises for a repository into one line."""
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        NotASafetensorsRepoError,
+        RepositoryNotFoundError,
+    )
+
+    try:
+        yield
     except GatedRepoError as error:
         raise MtplxError(
             f"{repository}: its owner asks for consent: accept the terms at "
@@ -227,6 +294,11 @@ def _download(repository: str, files: Sequence[str] = _HUB_FILES) -> Path:
         raise MtplxError(
             f"{repository}: no such directory here, and no such repository on the hub "
             "(for a private one, run `hf auth login`)"
+        ) from error
+    except NotASafetensorsRepoError as error:
+        raise MtplxError(
+            f"{repository}: neither model.safetensors nor its index is there, and other weight "
+            "formats are not loaded: take a repository that has them, or download its .gguf file"
         ) from error
     # Connections fail in more ways than the client has words for, and all leave the same to do.
     except Exception as error:
@@ -238,14 +310,7 @@ def _download(repository: str, files: Sequence[str] = _HUB_FILES) -> Path:
 
 def _check_directory(path: Path) -> None:
     """Raises `MtplxError` unless the directory's config and weight files are there and whole."""
-    config = _read_json(path / "config.json")
-    if not config:
-        raise MtplxError(f"{path}: no config.json there, so it is no model in Hugging Face layout")
-    if is_head(config):
-        raise MtplxError(
-            f"{path}: this is a head, not a model: give the model it was trained for, "
-            f"with --head {path}"
-        )
+    _check_config(path)
     shards = weight_files(path)
     if not shards:
         raise MtplxError(
@@ -263,6 +328,17 @@ def _check_directory(path: Path) -> None:
             raise MtplxError(
                 f"{shard}: damaged or truncated ({_in_one_line(error)}): download it again"
             ) from error
+
+
+def _check_config(path: Path) -> None:
+    config = _read_json(path / "config.json")
+    if not config:
+        raise MtplxError(f"{path}: no config.json there, so it is no model in Hugging Face layout")
+    if is_head(config):
+        raise MtplxError(
+            f"{path}: this is a head, not a model: give the model it was trained for, "
+            f"with --head {path}"
+        )
 
 
 def weight_files(directory: Path) -> list[Path]:
