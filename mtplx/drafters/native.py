@@ -189,8 +189,8 @@ def _declared(checkpoint: Checkpoint) -> tuple[str, int, str | None]:
     if checkpoint.is_gguf:
         file = checkpoint.gguf_file
         promised = file.metadata.get(f"{file.architecture}.{GGUF_PROMISE}")
-        unread = "the MTP layers of a GGUF file are not run yet"
-        return file.architecture, promised if isinstance(promised, int) else 0, unread
+        kind, promised = file.architecture, promised if isinstance(promised, int) else 0
+        return kind, promised, "the MTP layers of a GGUF file are not run yet"
     config = json.loads((checkpoint.path / "config.json").read_text(encoding="utf-8"))
     # A model of text and images keeps its language model's type in a config of its own.
     kind = (config.get("text_config") or {}).get("model_type") or config.get("model_type")

@@ -243,16 +243,17 @@ def _locate_config(repository: str) -> Checkpoint:
     from huggingface_hub import hf_hub_download, snapshot_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
-    with suppress(LocalEntryNotFoundError, MtplxError):
-        # Of an earlier look there may be a config alone, and of a broken download some weights.
-        path = Path(
-            snapshot_download(
-                repository,
-                allow_patterns=_HUB_FILES,
-                ignore_patterns=_NOT_HUB_FILES,
-                local_files_only=True,
+    # Of an earlier look there may be a config alone, and of a broken download some weights.
+    with suppress(MtplxError):
+        with from_hub(repository):
+            path = Path(
+                snapshot_download(
+                    repository,
+                    allow_patterns=_HUB_FILES,
+                    ignore_patterns=_NOT_HUB_FILES,
+                    local_files_only=True,
+                )
             )
-        )
         _check_directory(path)
         return Checkpoint(repository, path, origin=repository)
     found = {}
@@ -563,7 +564,8 @@ _SAMPLING = {
 def generation_defaults(checkpoint: Checkpoint) -> GenerationDefaults:
     """What the checkpoint itself says about ending and sampling.
 
-    End tokens come from generation_config.json, else from config.json, else from the tokenizer.
+    End tokens come from generation_config.json, else from config.json, else from the tokenizer,
+    where that is on this disk.
     Sampling comes from generation_config.json alone, and only what is written there:
 
     - `do_sample: true`, or sampling values without a word on it: those values. (transformers
@@ -584,7 +586,7 @@ def generation_defaults(checkpoint: Checkpoint) -> GenerationDefaults:
     for source in (generation, config, config.get("text_config") or {}):
         if eos is None:
             eos = source.get("eos_token_id")
-    if eos is None:
+    if eos is None and not checkpoint.remote:
         eos = load_tokenizer(checkpoint).eos_token_id
     eos_token_ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
 

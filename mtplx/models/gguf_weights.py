@@ -98,6 +98,18 @@ def knows(file: GgufFile) -> bool:
     return file.architecture in FAMILIES
 
 
+def kinds(file: GgufFile, config: Any) -> dict[str, str]:
+    """The types of a file's tensors, by transformers' names, the output head's too where it is the
+    embedding.
+
+    Raises `MtplxError` where the file's tensors are not those of its architecture.
+    """
+    found = {name: part.tensor.kind.name for name, part in _weights(file, config).items()}
+    if config.tie_word_embeddings:
+        found["lm_head.weight"] = found["model.embed_tokens.weight"]
+    return found
+
+
 def load_layers(file: GgufFile, take: Take, as_stored: bool) -> PreTrainedModel:
     """The model on the CPU in float32, but for its linear layers, which are taken.
 

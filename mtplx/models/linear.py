@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from mtplx import kernels
 from mtplx.kernels import TILE_INPUTS, TILE_OUTPUTS, Kernels, Matrix
-from mtplx.models.blocks import GROUP, Blocks
+from mtplx.models.blocks import GROUP, Bits, Blocks
 
 PLAIN = {torch.bfloat16: kernels.BFLOAT16, torch.float32: kernels.FLOAT32}
 """Types of weights that the kernels read where they lie, and their kinds of kernels/decoder.h."""
@@ -31,6 +31,13 @@ def tiles(blocks: Blocks) -> Tensor:
             own = _padded(halves, 1).view(-1, TILE_OUTPUTS, count).transpose(1, 2)
             parts.append(own.contiguous().view(torch.uint8))
     return torch.cat(parts, -1)
+
+
+def tiles_size(outputs: int, inputs: int, bits: Bits) -> int:
+    """Bytes of the tiles of a matrix of N outputs by K inputs."""
+    count = -(-inputs // GROUP)
+    halves = 2 if bits == 4 else 1
+    return -(-outputs // TILE_OUTPUTS) * TILE_OUTPUTS * count * (GROUP * bits // 8 + 2 * halves)
 
 
 def _padded(values: Tensor, inputs: int = TILE_INPUTS) -> Tensor:
