@@ -414,12 +414,9 @@ def _shortage(found: list[Way], machine: Machine) -> str | None:
     if usual.fits:
         return None
     place = "GPU" if machine.device.type == "cuda" else "machine"
-    smaller = [way for way in others if way.fits and not way.problem]
-    instead = ""
-    if smaller:
-        best = smaller[0]
-        instead = f"; --quantize {best.quantize} needs {best.weights / 1e9:.1f} GB"
+    best = next((way for way in others if way.fits and not way.problem), None)
+    instead = f"; --quantize {best.quantize} needs {best.needs / 1e9:.1f} GB" if best else ""
     return (
-        f"its weights need {(usual.weights + usual.head) / 1e9:.1f} GB in {usual.dtype}; this "
-        f"{place} has {machine.memory / 1e9:.1f} GB of memory{instead}"
+        f"it needs {usual.needs / 1e9:.1f} GB in {usual.dtype}; this {place} has "
+        f"{machine.memory / 1e9:.1f} GB of memory{instead}"
     )

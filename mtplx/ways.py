@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -70,6 +70,11 @@ class Way:
     fits: bool = True
     problem: str | None = None
 
+    @property
+    def needs(self) -> int:
+        """Bytes with a text of 1,000 tokens, as far as they are known."""
+        return self.weights + self.head + (self.keys_and_values or 0) + (self.states or 0)
+
 
 class Machine(NamedTuple):
     """Where models run if nothing is said: the device, its memory in bytes, and the kernels' set of
@@ -109,7 +114,7 @@ def ways(
     machine: Machine,
     stored: Mapping[str, StoredTensor],
 ) -> list[Way]:
-    """Of a model, the first that which is gone where nothing is chosen.
+    """How a model can be run, first what is done where nothing is chosen.
 
     Args:
         checkpoint: of the model.
@@ -121,16 +126,18 @@ def ways(
     model = trunk.model
     fused = why_not_kernels(checkpoint, trunk, machine) is None
     numbers = _cache_numbers(trunk, head)
-    stateful = bool(model._is_stateful)
-    picked = pick_dtype(None, machine.device, lambda: model)
     found = []
     for quantize in _choices(checkpoint, machine):
-        own = picked if quantize == "none" else _own_dtype(checkpoint, model, stored)
-        by_kernels = fused and (quantize != "none" or picked == torch.bfloat16)
-        # The layers' results are float32, and what is between them is made so as well.
-        dtype = own if by_kernels or quantize == "none" else torch.float32
-        alike: Deterministic = "no" if stateful else "on request"
-        if by_kernels and (quantize != "none" or not computes_bfloat16(machine.device)):
+        plain = quantize == "none"
+        if plain:
+            dtype = pick_dtype(None, machine.device, lambda: model)
+            by_kernels = fused and dtype == torch.bfloat16
+        else:
+            by_kernels = fused
+            # Their layers' results are float32, and in torch what is between them is so as well.
+            dtype = _own_dtype(checkpoint, model, stored) if fused else torch.float32
+        alike: Deterministic = "no" if model._is_stateful else "on request"
+        if by_kernels and not (plain and computes_bfloat16(machine.device)):
             alike = "always"
         way = Way(
             quantize,
@@ -138,39 +145,27 @@ def ways(
             str(dtype).removeprefix("torch."),
             alike,
             min(trunk.context, trunk.narrowest) if by_kernels else trunk.context,
+            problem=None if plain else _problem(checkpoint, model, quantize),
         )
-        problem = None if quantize == "none" else _problem(checkpoint, model, quantize)
-        if problem:
-            found.append(_with(way, problem=problem))
-            continue
-        if quantize == "none":
-            weights = _plain(model, dtype) + (_copies(model, dtype) if by_kernels else 0)
-        else:
-            weights = _rounded(checkpoint, model, quantize, dtype, by_kernels)
-        own_head, head_dtype = _head(head, trunk, dtype, by_kernels)
-        cached = keys_and_values = states = None
-        if numbers is not None:
-            cached = torch.bfloat16 if by_kernels else dtype
-            keys_and_values = SAMPLE * (
-                numbers.trunk * cached.itemsize + numbers.head * head_dtype.itemsize
-            )
-            states = numbers.windows * dtype.itemsize + numbers.states * 4
-        need = weights + own_head + (keys_and_values or 0) + (states or 0)
-        found.append(
-            _with(
-                way,
-                weights=weights,
-                head=own_head,
-                keys_and_values=keys_and_values,
-                states=states,
-                fits=need <= machine.memory,
-            )
-        )
+        if way.problem is None:
+            if plain:
+                weights = _plain(model, dtype) + (_copies(model, dtype) if by_kernels else 0)
+            else:
+                weights = _rounded(checkpoint, model, quantize, dtype, by_kernels)
+            beside, head_dtype = _head(head, trunk, dtype, by_kernels)
+            way = replace(way, weights=weights, head=beside, keys_and_values=None, states=None)
+            if numbers is not None:
+                cached = torch.bfloat16 if by_kernels else dtype
+                a_token = numbers.trunk * cached.itemsize + numbers.head * head_dtype.itemsize
+                states = numbers.windows * dtype.itemsize + numbers.states * _STATE.itemsize
+                way = replace(way, keys_and_values=SAMPLE * a_token, states=states)
+            way = replace(way, fits=way.needs <= machine.memory)
+        found.append(way)
     return found
 
 
-def _with(way: Way, **changes: Any) -> Way:
-    return Way(**{**vars(way), **changes})
+_STATE = torch.float32
+"""In what recurrent layers keep their states."""
 
 
 def _choices(checkpoint: Checkpoint, machine: Machine) -> list[Quantize]:
@@ -229,11 +224,12 @@ def _size(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def _copies(model: Any, dtype: torch.dtype) -> int:
+def _copies(model: Any, dtype: torch.dtype, apart: Collection[Any] = ()) -> int:
     """Of the norms and biases that the kernels want in float32, where they are in another type."""
     if dtype == torch.float32:
         return 0
-    return sum(4 * part.numel() for part in model.parameters() if part.ndim == 1)
+    vectors = [part for part in model.parameters() if part.ndim == 1 and part not in apart]
+    return sum(4 * part.numel() for part in vectors)
 
 
 def _rounded(
@@ -263,8 +259,8 @@ def _rounded(
     seen.discard(embedding.weight)
     rest = [part for part in model.parameters() if part not in seen]
     total += sum(part.numel() * dtype.itemsize for part in rest)
-    if by_kernels and dtype != torch.float32:
-        total += sum(4 * part.numel() for part in rest if part.ndim == 1)
+    if by_kernels:
+        total += _copies(model, dtype, seen)
     return total + _size(model.buffers())
 
 

@@ -221,7 +221,8 @@ def test_layers_that_cannot_be_cut_are_a_problem_of_that_way_alone(tmp_path: Pat
 def test_what_fits_instead_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = llama(tmp_path)
     usual = ways_of(model)["none"]
-    need = usual.weights + usual.keys_and_values
+    assert usual.needs == usual.weights + (usual.keys_and_values or 0) > usual.weights
+    need = usual.needs
     machine = mtplx.ways.this_machine()
     monkeypatch.setattr(inspection, "this_machine", lambda: machine._replace(memory=need))
     assert inspection.inspect(model).runs
