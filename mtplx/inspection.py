@@ -179,7 +179,11 @@ def inspect(
     Raises:
         MtplxError: there is no such model, its files are damaged, or the hub cannot be reached.
     """
-    checkpoint = locate(model, weights=False)
+    return look_at(locate(model, weights=False), head)
+
+
+def look_at(checkpoint: Checkpoint, head: str | os.PathLike[str] | None = None) -> Inspection:
+    """The same of a model that was found already."""
     stored = stored_tensors(checkpoint)
     facts = _gguf_facts(checkpoint) if checkpoint.is_gguf else _directory_facts(checkpoint)
     directory = locate_head(head) if head is not None else checkpoint.head

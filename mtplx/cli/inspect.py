@@ -30,9 +30,13 @@ def inspect(
 ) -> None:
     """Say what a model is, which MTP layers it has, and how it would run here."""
     with show.waiting(f"looking at {model} …"):
-        from mtplx.inspection import inspect as look
+        from mtplx.models.checkpoint import locate
 
-        found = look(model, head)
+        checkpoint = locate(model, weights=False)
+        # After it, so that a mistyped path does not take seconds to say so.
+        from mtplx.inspection import look_at
+
+        found = look_at(checkpoint, head)
     if json:
         print(json_format.dumps(found.to_dict(), ensure_ascii=False))
         return
