@@ -114,6 +114,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--head")
+    parser.add_argument("--drafter", choices=("auto", "mtp", "ngram", "mtp+ngram"), default="auto")
     parser.add_argument("--quantize", nargs="+", default=["none"], help="for --speed, one or more")
     parser.add_argument("--depth", type=depth_of, nargs="+", default=[3])
     parser.add_argument("--temperature", type=float, default=0.6)
@@ -129,7 +130,10 @@ def main():
     args = parser.parse_args()
 
     prompts = [json.loads(line) for line in PROMPTS.read_text().splitlines()]
-    llms = {name: mtplx.load(args.model, head=args.head, quantize=name) for name in args.quantize}
+    llms = {
+        name: mtplx.load(args.model, head=args.head, drafter=args.drafter, quantize=name)
+        for name in args.quantize
+    }
     sampling = mtplx.SamplerConfig(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k)
     if args.speed:
         rows = measure_speed(llms, prompts, sampling, args)

@@ -11,13 +11,13 @@ import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
 from mtplx.drafters.attached import AttachedHead
 from mtplx.drafters.find import made_for_another
 from mtplx.drafters.native import (
-    GGUF_PROMISE,
     NativeHead,
     NativeLayers,
     Status,
@@ -26,6 +26,7 @@ from mtplx.drafters.native import (
 )
 from mtplx.drafters.pace import DEEPEST
 from mtplx.errors import MtplxError
+from mtplx.models import gguf_families
 from mtplx.models.checkpoint import (
     Checkpoint,
     GenerationDefaults,
@@ -34,11 +35,14 @@ from mtplx.models.checkpoint import (
     load_tokenizer,
     locate,
     locate_head,
+    made_plain,
     reported,
 )
+from mtplx.models.dequantise import is_known, settings_of
 from mtplx.models.eagle3 import load_head
+from mtplx.models.families import mtp_layers, text_settings
 from mtplx.models.head_files import read_tensors, weights_file
-from mtplx.models.headers import StoredTensor, stored_tensors
+from mtplx.models.headers import StoredTensor, tensor_headers
 from mtplx.models.trunk import Trunk
 from mtplx.ways import Machine, Way, this_machine, ways, why_not_kernels
 
@@ -65,7 +69,7 @@ class Mtp:
         found: how many layers there are.
         promised: how many the config names.
         family: the model types whose layers are of this layout; empty where it is not known here.
-        parameters: stored in them.
+        parameters: in them, as they are read.
         bytes: of their tensors.
         tensors: how many those are.
         seen: the first names of them.
@@ -184,14 +188,17 @@ def inspect(
 
 def look_at(checkpoint: Checkpoint, head: str | os.PathLike[str] | None = None) -> Inspection:
     """The same of a model that was found already."""
-    stored = stored_tensors(checkpoint)
+    stored = tensor_headers(checkpoint)
     facts = _gguf_facts(checkpoint) if checkpoint.is_gguf else _directory_facts(checkpoint)
     directory = locate_head(head) if head is not None else checkpoint.head
     machine = this_machine()
     problems: list[str] = []
     notes: list[str] = []
+    plain: Mapping[str, Any] = stored
     trunk: Trunk | None = None
     try:
+        if not checkpoint.is_gguf:
+            plain = made_plain(checkpoint, stored)
         trunk = _trunk_without_weights(checkpoint)
     except MtplxError as error:
         problems.append(str(error))
@@ -201,22 +208,26 @@ def look_at(checkpoint: Checkpoint, head: str | os.PathLike[str] | None = None) 
             drafts, remarks = _attached(directory, trunk, facts.layers or 0, checkpoint)
             notes += remarks if head is not None else ()
         elif trunk is not None:
-            drafts, _ = make_native_head(checkpoint, stored, trunk)
+            drafts, _ = make_native_head(checkpoint, plain, trunk)
     except MtplxError as error:
         problems.append(str(error))
     if directory is not None:
         mtp = _attached_head(directory, drafts)
     else:
-        layers = native_layers(checkpoint, stored, facts.layers)
-        mtp = _native_head(layers, drafts, trunk, checkpoint, stored)
+        count = facts.layers if trunk is None else trunk.layers
+        layers = native_layers(checkpoint, plain, count)
+        own = {name: stored[name] for names in mtp_layers(stored, count).values() for name in names}
+        mtp = _native_head(layers, drafts, trunk, checkpoint, plain, own)
         notes += layers.notes
     if mtp.kind == "none":
         notes.append("it has no MTP layers; `--head` attaches a trained head")
     if facts.quantisation:
-        notes.append(
-            f"its weights are stored quantised ({facts.quantisation}); whether transformers can "
-            "read them on this machine shows when they are loaded"
+        how = (
+            " and are read as plain ones"
+            if facts.dequantised
+            else "; whether transformers can read them on this machine shows when they are loaded"
         )
+        notes.append(f"its weights are stored quantised ({facts.quantisation}){how}")
     context, found, reason = facts.context, [], None
     if trunk is not None:
         found = ways(checkpoint, trunk, drafts, machine, stored)
@@ -278,20 +289,23 @@ class _Facts:
     vocab_size: int | None
     context: int | None
     quantisation: str | None = None
+    dequantised: bool = False
 
 
 def _directory_facts(checkpoint: Checkpoint) -> _Facts:
     config = json.loads((checkpoint.path / "config.json").read_text(encoding="utf-8"))
-    # A model of text and images keeps its language model's numbers in a config of their own.
-    text = {**config, **(config.get("text_config") or {})}
-    quantisation = config.get("quantization_config")
+    text = text_settings(config)
+    quantisation = settings_of(config)
     return _Facts(
         architecture=next(iter(config.get("architectures") or ()), str(text.get("model_type"))),
         layers=text.get("num_hidden_layers"),
         hidden_size=text.get("hidden_size"),
         vocab_size=text.get("vocab_size"),
         context=text.get("max_position_embeddings"),
-        quantisation=quantisation and quantisation.get("quant_method", "of an unnamed kind"),
+        quantisation=quantisation.get("quant_method", "of an unnamed kind")
+        if quantisation
+        else None,
+        dequantised=is_known(quantisation),
     )
 
 
@@ -308,7 +322,7 @@ def _gguf_facts(checkpoint: Checkpoint) -> _Facts:
     return _Facts(
         architecture=family,
         # llama.cpp counts MTP layers as blocks.
-        layers=None if blocks is None else blocks - (number(GGUF_PROMISE) or 0),
+        layers=None if blocks is None else blocks - gguf_families.promised_layers(file),
         hidden_size=number("embedding_length"),
         vocab_size=number("vocab_size"),
         context=number("context_length"),
@@ -338,25 +352,35 @@ def _native_head(
     head: NativeHead | AttachedHead | None,
     trunk: Trunk | None,
     checkpoint: Checkpoint,
-    stored: Mapping[str, StoredTensor],
+    plain: Mapping[str, Any],
+    own: Mapping[str, StoredTensor],
 ) -> Mtp:
-    """The MTP layers in the model's own files, of which loading would make this head."""
+    """The MTP layers in the model's own files, of which loading would make this head.
+
+    Args:
+        layers: what is known of them.
+        head: made of them.
+        trunk: of the same model.
+        checkpoint: whose they are.
+        plain: the checkpoint's tensors, made plain as far as they can be.
+        own: theirs as they are stored.
+    """
     status = layers.status
     if trunk is not None and head is None and status in ("works", "loads unverified"):
         status = "unknown layout"  # loading refuses them, and the problem says why
-    names = [name for names in layers.tensors.values() for name in names]
     held = len(layers.tensors)
+    names = (name for names in layers.tensors.values() for name in names)
     return Mtp(
-        kind="native" if names else "missing" if layers.promised else "none",
+        kind="native" if held else "missing" if layers.promised else "none",
         status=status,
         found=held,
         promised=layers.promised,
         family=layers.family.types if layers.family else (),
-        parameters=sum(stored[name].parameters for name in names),
-        bytes=sum(stored[name].bytes for name in names),
-        tensors=len(names),
-        seen=tuple(names[:SEEN]),
-        where=(checkpoint.name if checkpoint.remote else str(checkpoint.path)) if names else None,
+        parameters=sum(prod(plain[name].get_shape()) for name in names),
+        bytes=sum(tensor.bytes for tensor in own.values()),
+        tensors=len(own),
+        seen=tuple(own)[:SEEN],
+        where=(checkpoint.name if checkpoint.remote else str(checkpoint.path)) if held else None,
         depth=1 if head else None,
         depths=(1, min(max(held, USEFUL), DEEPEST)) if head else None,
         usable=head is not None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,12 +13,15 @@ import numpy as np
 import torch
 
 from mtplx import kernels
-from mtplx.drafters.find import find_head
+from mtplx.drafters.assistant import TYPES as ASSISTANTS
+from mtplx.drafters.drafter import Drafter
+from mtplx.drafters.find import DrafterName, FoundDrafter, assisted_by, draft_with, find_drafter
 from mtplx.drafters.mtp import Head
 from mtplx.drafters.pace import DEEPEST, Pace
+from mtplx.drafters.record import Record
 from mtplx.engine.decoding import Batch, Burst, Prefix
 from mtplx.engine.request import FinishReason, Request, Stats, TokenLogprobs
-from mtplx.errors import MtplxError
+from mtplx.errors import MtplxError, MtplxWarning
 from mtplx.grammar import GrammarCompiler, GrammarSpec
 from mtplx.history import Constraint
 from mtplx.kernels import Kernels
@@ -27,6 +31,7 @@ from mtplx.models.checkpoint import (
     GenerationDefaults,
     Quantize,
     generation_defaults,
+    load_config,
     load_model,
     load_outline,
     load_rounded,
@@ -87,7 +92,7 @@ class Piece:
     Attributes:
         text: new text; may be empty while a character is unfinished.
         token_ids: the cycle's tokens.
-        drafted: how many of them, from the first on, came from the head.
+        drafted: how many of them, from the first on, were drafted.
         finish_reason: on the last piece, else None.
         sampling: the settings used.
         verifier: the rule used.
@@ -106,7 +111,14 @@ class Piece:
 
 
 class LLM:
-    """A trunk, its head if it has one, and its tokenizer. Made by `load`."""
+    """A trunk, what drafts for it if anything does, and its tokenizer. Made by `load`.
+
+    Attributes:
+        head: the MTP head, if one drafts.
+        drafter: what drafts: that head, or something else, alone or beside it.
+        drafts_with: the drafter's name: `mtp`, `ngram`, `mtp+ngram`, or `draft model` and its name;
+            None where nothing drafts.
+    """
 
     def __init__(
         self,
@@ -119,18 +131,30 @@ class LLM:
         notes: Sequence[str] = (),
         origin: str | None = None,
         quantize: Quantize | None = None,
+        drafter: Drafter | None = None,
+        drafts_with: str | None = None,
     ) -> None:
         self.name = name
         self.quantize = None if quantize == "none" else quantize
         self.origin = origin or name
         self.trunk = trunk
         self.head = head
+        self.drafter = drafter or head
+        self.drafts_with = drafts_with or ("mtp" if head else None)
         self.tokenizer = tokenizer
         self.defaults = defaults
         self.depth = depth
         self._prefix: Prefix | None = None
         self.pace = Pace(depth) if depth else Pace()
         self.notes = tuple(notes)
+        # A lookup finds nothing in one text and much in the next; a model is what it is.
+        lasting = self.drafter is not None and drafts_with not in ("ngram", "mtp+ngram")
+        self._record = Record(self._add_note) if lasting else None
+
+    def _add_note(self, note: str) -> None:
+        """Say something that has come up while the model was running, and go on."""
+        self.notes = (*self.notes, note)
+        warnings.warn(f"{self.name}: {note}", MtplxWarning, stacklevel=2)
 
     @property
     def default_sampling(self) -> SamplerConfig:
@@ -157,9 +181,9 @@ class LLM:
         self._prefix = None
 
     def default_depth(self, sampling: SamplerConfig, verifier: Verifier | None = None) -> Depth:
-        """The depth of a request that names none: `auto`, if there is a head.
+        """The depth of a request that names none: `auto`, if there is a drafter.
 
-        But what the head recommends where the same text is wanted again, by a seed or at
+        But what the drafter recommends where the same text is wanted again, by a seed or at
         temperature 0, and depth could show in it: how far `auto` drafts is a matter of time. Depth
         shows where rounding tells passes of different width apart, and by other rules than
         `coupled`.
@@ -168,7 +192,7 @@ class LLM:
             sampling: of the request.
             verifier: of the request; None for the default.
         """
-        if self.head is None:
+        if self.drafter is None:
             return 0
         greedy = sampling.temperature == 0
         alike = greedy or (verifier or default_verifier(sampling)) == "coupled"
@@ -345,14 +369,15 @@ class LLM:
         """With what the last text left, if it may show.
 
         Read in other company, a trunk that is not deterministic rounds the same tokens otherwise,
-        and so does a head; where the same text is asked for again, all is read as it was the first
-        time.
+        and so does a drafter; where the same text is asked for again, all is read as it was the
+        first time.
         """
         greedy = requests[0].sampling.temperature == 0
         again = greedy or requests[0].sampling.seed is not None
         apart = greedy or requests[0].verifier == "coupled"
         may = not again or (self.trunk.deterministic and apart)
-        return Batch(self.trunk, self.head, requests, self.pace, self._prefix if may else None)
+        prefix = self._prefix if may else None
+        return Batch(self.trunk, self.drafter, requests, self.pace, prefix, self._record)
 
     def _pieces(self, batch: Batch, request: Request) -> Iterator[Piece]:
         used = replace(request.sampling, seed=request.seed)
@@ -400,12 +425,15 @@ class LLM:
         depth = self.default_depth(sampling, verifier) if depth is None else depth
         adaptive = isinstance(depth, str) and depth == "auto"
         if adaptive:
-            # Without a head nothing pays.
-            depth = DEEPEST if self.head else 0
+            # Without a drafter nothing pays.
+            depth = DEEPEST if self.drafter else 0
         if not _is_id(depth) or int(depth) < 0:
             raise MtplxError(f'depth must be an integer of 0 or more, or "auto", got {depth!r}')
-        if depth and self.head is None:
-            raise MtplxError(f"{self.name} has no MTP head to draft with; use depth 0")
+        if depth and self.drafter is None:
+            raise MtplxError(
+                f"{self.name} has no MTP head to draft with; use depth 0, or load it with the "
+                "drafter 'ngram' or a draft_model"
+            )
         try:
             check_token_settings(sampling, self.trunk.vocab_size)
         except ValueError as error:
@@ -499,6 +527,8 @@ def load(
     model: str | os.PathLike[str] = DEFAULT_MODEL,
     *,
     head: str | os.PathLike[str] | None = None,
+    drafter: DrafterName = "auto",
+    draft_model: str | os.PathLike[str] | None = None,
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
     deterministic: bool = False,
@@ -510,36 +540,73 @@ def load(
     Args:
         model: a built-in name, a directory in Hugging Face layout, a `.gguf` file or a hub id.
         head: an attached head instead of the model's own: its directory, or a hub id.
+        drafter: `mtp` is the head; `ngram` looks up what followed when the text last stood as it
+            does, and needs no head; `mtp+ngram` is whichever does better, text by text; `auto` is
+            the head, and nothing where there is none.
+        draft_model: another, smaller model to draft with instead, of the same vocabulary: as
+            `model`. It is computed in as `model` is.
         dtype: of the weights; None for bfloat16 where the device computes in it, or on a CPU the
             kernels do, else float32.
         device: None for CUDA or Apple's GPU where there is one, else the CPU.
         deterministic: compute every position to the same bits, whatever pass it is in: slower,
             and a coupled text is then the same at every depth, alone or in a batch.
-        quantize: on the CPU, `int8` or `int4` rounds the linear layers to numbers of so many
-            bits in groups of 32, and `file` takes those that a GGUF file has; several times
-            faster. `none` and None compute in `dtype`.
+        quantize: on the CPU, `int8` or `int4` rounds the linear layers, those of the model's own
+            MTP layers too, to numbers of so many bits in groups of 32, and `file` takes those that
+            a GGUF file has; several times faster. `none` and None compute in `dtype`.
         report: called while layers are quantised: how many are done, and of how many.
     Raises:
         MtplxError: the model or head cannot be had, in one line that says what to do.
     """
+    names = get_args(DrafterName)
+    if not (isinstance(drafter, str) and drafter in names):
+        raise MtplxError(f"drafter must be one of {', '.join(names)}, got {drafter!r}")
+    if draft_model is not None and (head is not None or drafter != "auto"):
+        raise MtplxError("a draft_model drafts alone: leave out head and drafter, or draft_model")
+    if drafter == "ngram" and head is not None:
+        raise MtplxError("the drafter 'ngram' uses no head: leave out head, or take 'mtp+ngram'")
     checkpoint: Checkpoint = locate(model)
     attached = None if head is None else locate_head(head)
+    other = None if draft_model is None else locate(draft_model)
     place = pick_device(device)
     trunk = _trunk(checkpoint, dtype, place, deterministic, quantize, report)
-    found = find_head(checkpoint, trunk, attached)
+    tokenizer = load_tokenizer(checkpoint)
+    if other is None:
+        found = find_drafter(checkpoint, trunk, attached, drafter)
+    else:
+        found = _draft_with(other, trunk, tokenizer, dtype, place, deterministic, quantize)
     slow = trunk.slow_because if isinstance(trunk, DeterministicTrunk) else None
     notes = [*found.notes, *([slow] if slow else []), *_unrounded(trunk, quantize)]
     return LLM(
         checkpoint.name,
         trunk,
         found.head,
-        load_tokenizer(checkpoint),
+        tokenizer,
         generation_defaults(checkpoint),
         found.depth,
         notes,
         checkpoint.origin,
         quantize,
+        found.drafter,
+        found.name,
     )
+
+
+def _draft_with(
+    other: Checkpoint,
+    trunk: Trunk,
+    tokenizer: Any,
+    dtype: torch.dtype | str | None,
+    device: torch.device,
+    deterministic: bool,
+    quantize: Quantize | None,
+) -> FoundDrafter:
+    """Another model as drafter, computed in as the one it drafts for."""
+    if load_config(other).model_type in ASSISTANTS:
+        return assisted_by(other.name, load_model(other, trunk.dtype, device), trunk)
+    # Of blocks that a file has the other file knows nothing.
+    own = None if quantize == "file" and not other.is_gguf else quantize
+    small = _trunk(other, dtype, device, deterministic, own, None)
+    return draft_with(other.name, small, load_tokenizer(other), trunk, tokenizer)
 
 
 def _trunk(

@@ -115,6 +115,26 @@ class Distributions:
         ids = [_padded(row._every_id(), widest, vocab_size) for row in rows]
         return cls(torch.stack(p, 1), torch.stack(ids, 1))
 
+    @classmethod
+    def certain(cls, tokens: Tensor) -> Distributions:
+        """All mass on these tokens, [...] -> [..., 1]."""
+        return cls(torch.ones(*tokens.shape, 1, device=tokens.device), tokens[..., None])
+
+    def where(self, rows: Tensor, other: Distributions, vocab_size: int) -> Distributions:
+        """These rows [B] bool of [B, N, C], and the other's for the rest. Not which are void."""
+        chosen = rows[:, None, None]
+        if self.ids is None or other.ids is None:
+            return Distributions(
+                torch.where(chosen, self.dense(vocab_size), other.dense(vocab_size)), None
+            )
+        widest = max(self.p.shape[-1], other.p.shape[-1])
+        mine, theirs = (
+            (_padded(each.p, widest, 0.0), _padded(each._every_id(), widest, vocab_size))
+            for each in (self, other)
+        )
+        p, ids = (torch.where(chosen, a, b) for a, b in zip(mine, theirs, strict=True))
+        return Distributions(p, ids)
+
     def _every_id(self) -> Tensor:
         """The token of every column of every row, [..., C]."""
         ids = self.ids

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -36,10 +37,26 @@ class Draft:
     Attributes:
         tokens: target token ids, [B, K] int64.
         q: the distributions drawn from, after every filter, [B, K, C].
+        lengths: how many of each row's tokens are a draft, the rest being padding; None for all.
     """
 
     tokens: Tensor
     q: Distributions
+    lengths: Sequence[int] | None = None
+
+    @classmethod
+    def empty(cls, batch: int, device: torch.device) -> Draft:
+        """No tokens for any of B sequences."""
+        tokens = torch.zeros(batch, 0, dtype=torch.int64, device=device)
+        return cls(tokens, Distributions(torch.zeros(batch, 0, 1, device=device), None))
+
+
+class Draws(Protocol):
+    """What chooses a draft's tokens."""
+
+    def drafted(self, q: Distributions, position: int) -> Tensor:
+        """A token of each row [B, C], for this position of the draft, from 0."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
@@ -20,8 +21,8 @@ from mtplx.drafters.attached import BITS, AttachedHead, kernels_take
 from mtplx.drafters.native import NativeHead
 from mtplx.llm import computes_bfloat16, pick_device, pick_dtype
 from mtplx.models import gguf_weights
-from mtplx.models.blocks import GROUP, Bits, kept_bits
-from mtplx.models.checkpoint import Checkpoint, Quantize, load_outline
+from mtplx.models.blocks import GROUP, Bits
+from mtplx.models.checkpoint import Checkpoint, Quantize, is_dequantised, load_outline
 from mtplx.models.fused import misfit, projections
 from mtplx.models.headers import StoredTensor
 from mtplx.models.linear import PLAIN, linear_layers, tiles_size
@@ -152,7 +153,7 @@ def ways(
                 weights = _plain(model, dtype) + (_copies(model, dtype) if by_kernels else 0)
             else:
                 weights = _rounded(checkpoint, model, quantize, dtype, by_kernels)
-            beside, head_dtype = _head(head, trunk, dtype, by_kernels)
+            beside, head_dtype = _head(checkpoint, head, trunk, quantize, dtype, by_kernels)
             way = replace(way, weights=weights, head=beside, keys_and_values=None, states=None)
             if numbers is not None:
                 cached = torch.bfloat16 if by_kernels else dtype
@@ -201,6 +202,8 @@ def _own_dtype(
     if checkpoint.is_gguf:
         known = gguf_weights.knows(checkpoint.gguf_file)
         return torch.float32 if known else torch.bfloat16
+    if is_dequantised(checkpoint, stored):
+        return torch.float32
     named = model.config.dtype or model.config.get_text_config().dtype
     if isinstance(named, torch.dtype):
         return named
@@ -232,23 +235,28 @@ def _copies(model: Any, dtype: torch.dtype, apart: Collection[Any] = ()) -> int:
     return sum(4 * part.numel() for part in vectors)
 
 
+def _layer_bits(
+    checkpoint: Checkpoint, model: Any, quantize: Quantize
+) -> list[tuple[nn.Linear, Bits | None]]:
+    """A model's linear layers, and the bits of a number in each; None where that is not rounded."""
+    layers = linear_layers(model)
+    if quantize == "file":
+        bits = gguf_weights.stored_bits(checkpoint.gguf_file, model.config)
+        return [(layer, bits[f"{name}.weight"]) for name, layer in layers]
+    output = model.get_output_embeddings()
+    few: Bits = 8 if quantize == "int8" else 4
+    return [(layer, None if layer is output else few) for _, layer in layers]
+
+
 def _rounded(
     checkpoint: Checkpoint, model: Any, quantize: Quantize, dtype: torch.dtype, by_kernels: bool
 ) -> int:
     """Of a model whose linear layers are in few bits, its output head in bfloat16, all else not."""
-    kinds: Mapping[str, str] = {}
-    if quantize == "file":
-        kinds = gguf_weights.kinds(checkpoint.gguf_file, model.config)
-    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
     total: int = 0
     seen = set()
-    for name, layer in linear_layers(model):
+    for layer, bits in _layer_bits(checkpoint, model, quantize):
         seen |= {layer.weight, layer.bias}
-        bits: Bits | None = 8 if quantize == "int8" else 4
-        if quantize == "file":
-            bits = kept_bits(kinds[f"{name}.weight"])
-        elif layer is output:
-            bits = None
         if bits:
             total += tiles_size(layer.out_features, layer.in_features, bits)
         # A head that is the embedding is looked up where that lies, if it is in bfloat16.
@@ -265,12 +273,27 @@ def _rounded(
 
 
 def _head(
-    head: NativeHead | AttachedHead | None, trunk: Trunk, dtype: torch.dtype, by_kernels: bool
+    checkpoint: Checkpoint,
+    head: NativeHead | AttachedHead | None,
+    trunk: Trunk,
+    quantize: Quantize,
+    dtype: torch.dtype,
+    by_kernels: bool,
 ) -> tuple[int, torch.dtype]:
     """Of a head beside a trunk of this type, and the type of its keys and values."""
     if head is None:
         return 0, dtype
     if isinstance(head, NativeHead):
+        layers = [] if quantize == "none" else _layer_bits(checkpoint, trunk.model, quantize)
+        few = Counter(bits for _, bits in layers if bits)
+        if few:  # as `rounding.kept_in` has it
+            total = _rounded_native(head.model, few.most_common(1)[0][0])
+            output = trunk.model.get_output_embeddings()
+            if any(layer is output and bits for layer, bits in layers):
+                # What the file has beside an MTP layer is not known for the same in its blocks.
+                copies = gguf_weights.output_copies(checkpoint.gguf_file)
+                total += copies * 2 * output.weight.numel()
+            return total, torch.float32
         return _plain(head.model, dtype, trunk.model._get_dtype_plan(dtype)), dtype
     own = head.head
     embedding = own.embed_tokens
@@ -291,6 +314,19 @@ def _head(
         if not layer.in_features % GROUP
     )
     return total, torch.bfloat16
+
+
+def _rounded_native(model: Any, bits: Bits) -> int:
+    """Of MTP layers whose linear layers are in few bits where they can be cut so, and all else in
+    float32."""
+    total: int = 0
+    seen = set()
+    for _, layer in linear_layers(model):
+        if not layer.in_features % GROUP:
+            seen.add(layer.weight)
+            total += tiles_size(layer.out_features, layer.in_features, bits)
+    total += sum(4 * part.numel() for part in model.parameters() if part not in seen)
+    return total + _size(model.buffers())
 
 
 # --- caches ----------------------------------------------------------------------------------

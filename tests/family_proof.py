@@ -16,12 +16,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from mtplx.drafters.find import find_head
 from mtplx.drafters.native import load_native_head
 from mtplx.engine.decoding import Batch
 from mtplx.engine.request import Request
+from mtplx.inspection import inspect
 from mtplx.models.checkpoint import Checkpoint, load_model
 from mtplx.models.families import mtp_layers
 from mtplx.models.trunk import Trunk
@@ -67,19 +69,19 @@ def decode(trunk, head, prompts, depth, sampling=GREEDY, tokens=24, watch=None):
 
 def watch_drafts(cycles, batch):
     """Record of each draft: the request, the tokens before it, its tokens and its logits."""
-    draft, logits = batch.head.draft, batch.head.head.logits
+    draft, logits = batch.drafter.draft, batch.drafter.head.logits
 
     def recording(*args, **kwargs):
         seen: list[Tensor] = []
-        batch.head.head.logits = lambda *of: seen.append(logits(*of)) or seen[-1]
+        batch.drafter.head.logits = lambda *of: seen.append(logits(*of)) or seen[-1]
         result = draft(*args, **kwargs)
-        del batch.head.head.logits
+        del batch.drafter.head.logits
         for row, slot in enumerate(batch.slots):
             known = [*slot.request.prompt, *slot.output]
             cycles.append((slot.index, known, result.tokens[row], torch.stack(seen)[:, row]))
         return result
 
-    batch.head.draft = recording
+    batch.drafter.draft = recording
 
 
 def write_checkpoint(
@@ -127,6 +129,73 @@ def random_tensors(shapes: Shapes, dtype: torch.dtype, centre: float = 1.0) -> T
     return tensors
 
 
+class Reference:
+    """What most references are made of; float32, whole texts [T, H], published names."""
+
+    eps = 1e-6
+
+    def __init__(self, directory: Path, proof: Proof) -> None:
+        self.model = proof.transformers(directory, dtype=torch.float32).eval()
+        self.tensors = read_tensors(directory)
+
+    def norm(self, name: str, x: Tensor) -> Tensor:
+        """An RMS norm whose weight is what it multiplies by."""
+        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        return x * scale * self.tensors[f"{name}.weight"]
+
+    def linear(self, name: str, x: Tensor) -> Tensor:
+        """With a bias if the files have one."""
+        y = x @ self.tensors[f"{name}.weight"].T
+        return y + self.tensors[f"{name}.bias"] if f"{name}.bias" in self.tensors else y
+
+    def mlp(self, name: str, x: Tensor) -> Tensor:
+        """Gated by SiLU."""
+        gated = F.silu(self.linear(f"{name}.gate_proj", x)) * self.linear(f"{name}.up_proj", x)
+        return self.linear(f"{name}.down_proj", gated)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, window: int | None = None, sinks: Tensor | None = None
+) -> Tensor:
+    """Causal softmax attention over [T, heads, D], which fewer heads of keys may share.
+
+    Args:
+        q: queries.
+        k: keys.
+        v: values.
+        window: keys that a query sees at most, its own included.
+        sinks: [heads], scores that take their share of each sum and give nothing.
+    Returns:
+        [T, heads * D] of the values.
+    """
+    count, heads, size = q.shape
+    k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) * size**-0.5
+    seen = torch.ones(count, count).tril().bool()
+    if window is not None:
+        seen &= torch.ones(count, count).triu(1 - window).bool()
+    weights = scores.masked_fill(~seen, -torch.inf).exp()
+    total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + sinks.exp()[:, None, None]
+    return torch.einsum("hqk,khd->qhd", weights / total, v).flatten(1)
+
+
+def turn(x: Tensor, theta: float, size: int, paired: bool = False) -> Tensor:
+    """Rotary positions from 0 on, over the first `size` numbers of each head [T, heads, D].
+
+    A number is turned with the one half of them further on, or `paired` with its neighbour.
+    """
+    angles = torch.arange(len(x))[:, None] * theta ** (-torch.arange(0, size, 2) / size)
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+    turned, rest = x[..., :size], x[..., size:]
+    if paired:
+        a, b = turned[..., 0::2], turned[..., 1::2]
+        return torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
+    a, b = turned.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
+
+
 class Proof:
     """The proof of one family; subclasses, named Test…, fill in what stands first."""
 
@@ -134,6 +203,11 @@ class Proof:
     dtype = torch.bfloat16
     named = True
     """Whether config.json tells of the layers."""
+    layers = 1
+    chained = True
+    """Whether a layer is fed what the one before it computes; else the trunk's state."""
+    depth = 3
+    """Of the drafts that are compared with the reference."""
 
     def shapes(self) -> Shapes:
         """Every tensor of the files, by its published name."""
@@ -143,9 +217,17 @@ class Proof:
         """The files' tensors."""
         return random_tensors(self.shapes(), self.dtype)
 
+    def transformers(self, directory: Path, **settings: Any) -> Any:
+        """The trunk as transformers has it."""
+        return AutoModelForCausalLM.from_pretrained(directory, **settings)
+
     def reference(self, directory: Path) -> Any:
         """Called with a text and a draft, the draft's logits: float32, no cache, from the book."""
         raise NotImplementedError
+
+    def load(self, directory: Path, dtype: torch.dtype = torch.float32) -> Any:
+        """The trunk, the head and its notes, of these files."""
+        return load(directory, dtype)
 
     # Of a head that is built to count on: what is silenced, and how a norm leaves things alone.
     silent = ("o_proj.weight", "down_proj.weight", "down_proj")
@@ -153,7 +235,7 @@ class Proof:
     embedding = "model.embed_tokens.weight"
     output = "lm_head.weight"
     copies: tuple[str, ...] = ()
-    join: str
+    join: str  # its name, with {} for a layer's number
     hidden_first = False
 
     def counting(self, source: str) -> Tensors:
@@ -163,17 +245,20 @@ class Proof:
         number. The head either passes on the token it is joined with, or moves the hidden state
         one number on; one taken from a position too early or too late counts wrong.
         """
-        onward = torch.zeros(HIDDEN, HIDDEN)
-        onward[:VOCAB, :VOCAB] = torch.eye(VOCAB).roll(1, 0)
         nothing = torch.zeros(HIDDEN, HIDDEN)
-        halves = [torch.eye(HIDDEN), nothing] if source == "token" else [nothing, onward]
+        joins = {self.join.format(k): k for k in range(self.layers)}
         tensors = self.tensors()
         for name, tensor in tensors.items():
             if name.endswith(self.silent):
                 tensor.zero_()
             elif name == self.embedding or name.endswith(self.copies or ("\n",)):
                 tensor.copy_(torch.eye(VOCAB, HIDDEN))
-            elif name == self.join:
+            elif name in joins:
+                # Each layer of several is one token further from the trunk's state.
+                step = 1 if self.chained else 1 + joins[name]
+                onward = nothing.clone()
+                onward[:VOCAB, :VOCAB] = torch.eye(VOCAB).roll(step, 0)
+                halves = [torch.eye(HIDDEN), nothing] if source == "token" else [nothing, onward]
                 tensor.copy_(torch.cat(halves[::-1] if self.hidden_first else halves, -1))
             elif "norm" in name:
                 tensor.fill_(self.no_norm)
@@ -192,12 +277,12 @@ class Proof:
 
     @pytest.fixture(scope="class")
     def loaded(self, directory):
-        return load(directory)
+        return self.load(directory)
 
     @pytest.fixture(scope="class")
     def expected(self, directory):
         """What transformers writes, one prompt at a time."""
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        model = self.transformers(directory, dtype=torch.float32)
         model.generation_config.eos_token_id = None
         settings = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0}
         texts = [model.generate(torch.tensor([p]), **settings)[0].tolist() for p in PROMPTS]
@@ -205,17 +290,24 @@ class Proof:
 
     def test_all_tensors_are_taken_and_none_is_missing(self, directory, loaded):
         # Loading raises for the head's; these are the trunk's.
-        _, report = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
+        _, report = self.transformers(directory, output_loading_info=True)
         trunk, head, notes = loaded
-        # transformers knows MTP layers by the numbers of the published sizes.
+        # transformers knows MTP layers by the numbers of the published sizes, if at all.
         unexpected = report.pop("unexpected_keys")
         mtp = mtp_layers(unexpected, trunk.layers)
         assert not any(report.values()) and unexpected == {name for n in mtp.values() for name in n}
-        assert head is not None
+        assert head is not None and head.layers == self.layers
         assert self.named == (notes == ())
         assert self.named or "config.json names no MTP layers" in notes[0]
         found = find_head(Checkpoint("tiny", directory), trunk, None)
         assert (found.depth, found.notes) == (1, notes)
+
+    def test_inspect_says_of_headers_what_loading_says(self, directory, loaded):
+        _, head, notes = loaded
+        found = inspect(directory)
+        mtp = found.mtp
+        assert (mtp.status, mtp.usable, mtp.found) == ("works", True, head.layers)
+        assert found.notes == notes
 
     @pytest.mark.parametrize("depth", [1, 2, 4, (4, 0, 2)])
     def test_greedy_text_is_that_of_generate(self, loaded, expected, depth):
@@ -228,7 +320,9 @@ class Proof:
         trunk, head, _ = loaded
         reference = self.reference(directory)
         cycles: list = []
-        _, stats = decode(trunk, head, PROMPTS, 3, SAMPLED, 64, partial(watch_drafts, cycles))
+        _, stats = decode(
+            trunk, head, PROMPTS, self.depth, SAMPLED, 64, partial(watch_drafts, cycles)
+        )
         with torch.inference_mode():
             for _, known, drafted, logits in cycles:
                 # A first token that is the whole prompt has no hidden state to draft from yet.
@@ -242,9 +336,11 @@ class Proof:
     @pytest.mark.parametrize("source", ["token", "hidden"])
     def test_a_head_that_knows_the_text_has_every_draft_kept(self, tmp_path, source):
         write_checkpoint(tmp_path, self.config, self.counting(source))
-        trunk, head, _ = load(tmp_path)
+        trunk, head, _ = self.load(tmp_path)
         prompts = [(3, 4, 5, 6, 7, 8), (9,), (1, 2, 3)]
-        for depth in (1, 2, 3, 4, 5):
+        # Beyond its layers, one that counts from a state further back would count too far.
+        deepest = 5 if source == "token" or self.chained else self.layers
+        for depth in range(1, deepest + 1):
             texts, stats = decode(trunk, head, prompts, depth)
             for prompt, text, s in zip(prompts, texts, stats, strict=True):
                 start = prompt[-1] + 1
@@ -253,6 +349,6 @@ class Proof:
                 assert s.accepted_by_position == s.drafted_by_position
 
     def test_in_the_published_type_it_drafts_too(self, directory):
-        trunk, head, _ = load(directory, torch.bfloat16)
+        trunk, head, _ = self.load(directory, torch.bfloat16)
         texts, stats = decode(trunk, head, PROMPTS[:1], 2, SAMPLED)
         assert len(texts[0]) == 24 and sum(stats[0].drafted_by_position) > 0

@@ -30,6 +30,7 @@ from mtplx import verification
 from mtplx.drafters.mtp import HeadSlots
 from mtplx.engine.decoding import Batch
 from mtplx.history import Follower, Histories
+from mtplx.models.recurrent import Writes
 from mtplx.models.slots import SlotCache, Span
 from mtplx.randomness import Purpose
 from mtplx.shaping import Distributions, Shaper
@@ -59,7 +60,8 @@ def law(setting, depth, verifier="token", **more):
         assert p > test_law.THRESHOLD / 1000
 
     name = f"law of {verifier}, {setting}, depth {depth}"
-    return Check(name + (", two cycles" if more else ""), test, ())
+    name += ", two cycles" if "length" in more else ""
+    return Check(name + (", recurrent" if "quantize" in more else ""), test, ())
 
 
 def law_by_ones(rule):
@@ -411,6 +413,11 @@ FAULTS = [
         ),
         law("hot", 2),
     ),
+    Fault(
+        "a state keeps one token more than was accepted",
+        edited(Writes, "onto", "positions >= counts", "positions > counts"),
+        law("hot", 2, quantize="recurrent"),
+    ),
     # The rule of one token.
     Fault(
         "kept if a sample of the target is the same",
@@ -679,8 +686,8 @@ FAULTS = [
         edited(
             Batch,
             "cycle",
-            "self.head.refill(output, following,",
-            "self.head.refill(output, torch.cat([draft.tokens, pending], 1),",
+            "self.drafter.refill(output, following,",
+            "self.drafter.refill(output, torch.cat([draft.tokens, pending], 1),",
         ),
         CACHES,
     ),

@@ -168,13 +168,13 @@ def assert_caches_are_fresh(batch, head):
         output = batch.trunk.forward(torch.tensor([tokens[:-1]]), span, cache, batch.taps)
         for layer, fresh in cache.slots.items():
             assert_same_slots(batch.cache.slots[layer], fresh, row, read)
-        if batch.head:
+        if batch.drafter:
             fresh = head.new_cache(read)
             following = torch.tensor([tokens[1:]])
             result = head.step(following, head.features(output), span, fresh)
-            assert_same_slots(batch.head.cache, fresh, row, read)
+            assert_same_slots(batch.drafter.cache, fresh, row, read)
             torch.testing.assert_close(
-                batch.head._newest[0][row], result[0, -1], rtol=1e-4, atol=1e-4
+                batch.drafter._newest[0][row], result[0, -1], rtol=1e-4, atol=1e-4
             )
 
 
@@ -195,7 +195,7 @@ def test_the_caches_of_adaptive_rows_equal_a_fresh_prefill(trunk, head, schedule
     rows = [dataclasses.replace(one, adaptive=True) for one in rows]
     batch = Batch(trunk, head, rows, scheduled.Scheduled(schedule))
     for _ in batch.run():
-        batch.head.catch_up()
+        batch.drafter.catch_up()
         assert_caches_are_fresh(batch, head)
 
 

@@ -12,7 +12,11 @@ import numpy as np
 import pytest
 import tiny_checkpoint
 import tiny_native
+import torch
+from family_proof import read_tensors, write_checkpoint
 from gguf import GGUFWriter
+from gguf_layout import write_gguf
+from quantised import FORMATS, quantise
 from safetensors.numpy import load_file, save_file
 
 from mtplx import MtplxError, inspection, kernels, load
@@ -97,6 +101,8 @@ def test_layers_behind_the_last_are_native_mtp_layers(model: Path) -> None:
         (["mtp.fc.weight", "mtp.norm.weight"], 1),
         (["mtp.layers.0.mlp.weight", "mtp.layers.1.mlp.weight"], 2),
         (["model.mtp_layers.0.a", "model.mtp_layers.0.b"], 1),
+        (["model.mtp_layers.0.a", "model.mtp_layers.1.a"], 2),
+        (["model.mtp_emb_norm.0.weight", "model.mtp_block.1.mlp.weight"], 2),
     ],
 )
 def test_modules_named_mtp_are_native_mtp_layers(
@@ -176,11 +182,49 @@ def test_what_loading_refuses_is_a_problem_in_the_same_words(
     assert found.problems == (str(refused.value),)
 
 
-def test_quantised_layers_are_not_run(tmp_path: Path) -> None:
-    quantised = {"quantization_config": {"quant_method": "fp8"}}
-    found = inspection.inspect(native(tmp_path, config=quantised))
+def round_some(tensors: dict[str, Any]) -> None:
+    name = "model.layers.2.self_attn.o_proj.weight"
+    tensors[name] = tensors[name].to(torch.uint8)
+
+
+def test_layers_in_a_format_that_is_not_read_are_not_run(tmp_path: Path) -> None:
+    settings = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
+    found = inspection.inspect(native(tmp_path, config=settings, change=round_some))
     assert (found.mtp.status, found.mtp.usable) == ("unknown layout", False)
-    assert "quantised checkpoint are not run yet" in found.notes[0]
+    assert "quantised in bitsandbytes format, which is not read here" in found.notes[0]
+
+
+def quantised(source: Path, directory: Path, stored: dict[str, Any], format: str) -> Path:
+    config = json.loads((source / "config.json").read_text())
+    write_checkpoint(directory, config | {"quantization_config": FORMATS[format][1]}, stored)
+    tiny_checkpoint.tokenizer().save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_quantised_layers_are_read_as_plain_ones(tmp_path: Path, format: str) -> None:
+    source = native(tmp_path / "source")
+    before = inspection.inspect(source).mtp
+    stored, _ = quantise(read_tensors(source), format)
+    found = inspection.inspect(quantised(source, tmp_path / "it", stored, format))
+    assert found.runs, found.problems
+    assert (found.mtp.status, found.mtp.usable, found.mtp.found) == ("works", True, 1)
+    assert found.mtp.parameters == before.parameters
+    own = [name for name in stored if name.startswith("model.layers.2.")]
+    assert found.mtp.tensors == len(own) > before.tensors
+    assert found.mtp.bytes == sum(stored[name].nbytes for name in own) < before.bytes
+    assert "are read as plain ones" in found.notes[0]
+
+
+def test_a_scale_that_is_missing_is_a_problem_in_the_words_of_loading(tmp_path: Path) -> None:
+    source = native(tmp_path / "source")
+    stored, _ = quantise(read_tensors(source), "fp8")
+    del stored["model.layers.2.eh_proj.weight_scale_inv"]
+    directory = quantised(source, tmp_path / "it", stored, "fp8")
+    found = inspection.inspect(directory)
+    with pytest.raises(MtplxError) as refused:
+        load(directory)
+    assert str(refused.value) in found.problems and not found.runs and not found.mtp.usable
 
 
 def test_a_vision_towers_layers_are_not_mtp_layers(model: Path) -> None:
@@ -421,13 +465,40 @@ def test_gguf_blocks_beyond_the_trunks_are_native_mtp_layers(tmp_path: Path) -> 
     writer.write_tensors_to_file()
     writer.close()
     checkpoint = inspection.Checkpoint("model", file)
-    facts, stored = inspection._gguf_facts(checkpoint), inspection.stored_tensors(checkpoint)
+    facts, stored = inspection._gguf_facts(checkpoint), inspection.tensor_headers(checkpoint)
     assert (facts.layers, facts.context) == (2, 128)
     assert inspection._vocabulary(facts, stored) == 4
     found = inspection.native_layers(checkpoint, stored, facts.layers)
-    mtp = inspection._native_head(found, None, None, checkpoint, stored)
+    mtp = inspection._native_head(found, None, None, checkpoint, stored, stored)
     assert (mtp.kind, mtp.found, mtp.promised, mtp.parameters) == ("native", 1, 1, 128)
-    assert (mtp.status, mtp.usable) == ("unknown layout", False)
+    assert (mtp.status, mtp.usable) == ("works", False)
+
+
+def gguf_of(directory: Path, **changes: Any) -> Path:
+    return write_gguf(tiny_native.write(directory, "glm4_moe"), **changes)
+
+
+def test_gguf_files_mtp_layers_draft(tmp_path: Path) -> None:
+    found = inspection.inspect(gguf_of(tmp_path))
+    assert found.runs, found.problems
+    assert (found.mtp.kind, found.mtp.status, found.mtp.found) == ("native", "works", 1)
+    assert found.mtp.usable and "glm4_moe" in found.mtp.family and found.mtp.bytes
+
+
+@pytest.mark.parametrize(
+    ("skip", "status"),
+    [("blk.2.", "heads missing"), ("blk.2.nextn.hnorm", "unknown layout")],
+)
+def test_gguf_files_without_all_of_them(tmp_path: Path, skip: str, status: str) -> None:
+    file = gguf_of(tmp_path, skip=skip)
+    found = inspection.inspect(file)
+    assert (found.mtp.status, found.mtp.usable) == (status, False)
+    if status == "heads missing":
+        assert found.runs and load(file).notes == found.notes
+    else:
+        with pytest.raises(MtplxError) as refused:
+            load(file)
+        assert found.problems == (str(refused.value),)
 
 
 @pytest.mark.model

@@ -15,16 +15,21 @@ import pytest
 import tiny
 import torch
 from scipy import stats
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from mtplx import kernels
 from mtplx.drafters.attached import AttachedHead, FusedHead, attach
+from mtplx.drafters.native import NativeHead
 from mtplx.drafters.pace import Pace
 from mtplx.engine.decoding import Batch
 from mtplx.engine.request import Request
 from mtplx.models import blocks
+from mtplx.models.families import family_of
 from mtplx.models.fused import FusedTrunk
 from mtplx.models.linear import hand_over, linear_layers
+from mtplx.models.mtp import MtpLayers
 from mtplx.models.slots import Span
+from mtplx.models.trunk import Trunk
 from mtplx.sampling import SamplerConfig, distribution_from_logits
 
 # Texts by the hundred thousand, by lines that other tests count, take twice as long when traced.
@@ -53,7 +58,12 @@ DRAFT_VOCAB = {"filtered": None, "hot": 3, "penalised": None}
 
 @functools.cache
 def model(vocabulary, quantize=None):
-    """A random trunk: in torch, or with its layers in so many bits, by the kernels; 16 plain."""
+    """A random trunk: in torch, or with its layers in so many bits, by the kernels; 16 plain.
+
+    Of "recurrent" layers too, with an MTP layer of its own kind.
+    """
+    if quantize == "recurrent":
+        return recurrent(vocabulary)
     # Random models of which each shows the faults of `test_mutations` clearly.
     if quantize is None:
         return tiny.llama(vocabulary, seed={4: 8, 5: 5}[vocabulary], layers=1, heads=1)
@@ -66,42 +76,77 @@ def model(vocabulary, quantize=None):
     return FusedTrunk(network, library)
 
 
+def recurrent(vocabulary):
+    torch.manual_seed(2)
+    config = AutoConfig.for_model(
+        "qwen3_5_text",
+        vocab_size=vocabulary,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        linear_num_key_heads=1,
+        linear_num_value_heads=2,
+        linear_key_head_dim=4,
+        linear_value_head_dim=4,
+        layer_types=["linear_attention", "full_attention"],
+        initializer_range=0.5,
+    )
+    return Trunk(AutoModelForCausalLM.from_config(config).eval().requires_grad_(False))
+
+
+def native(trunk):
+    """A random MTP layer for it."""
+    torch.manual_seed(3)
+    family = family_of(trunk.config.model_type)
+    layers = MtpLayers(family, trunk.model, 1, 1).to_empty(device="cpu")
+    for parameter in layers.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return NativeHead(layers.eval().requires_grad_(False), family, trunk)
+
+
 def drafter(trunk, draft_vocab_size=None):
+    if trunk.recurrent:
+        return native(trunk)
     head = tiny.eagle3(trunk, draft_vocab_size)
     return attach(head, trunk) if isinstance(trunk, FusedTrunk) else AttachedHead(head, trunk)
 
 
 @functools.cache
-def exact(name, length, vocabulary, quantize=None):
+def exact(name, length, vocabulary, quantize=None, prompt=PROMPT):
     """The joint distribution of the first tokens, [V] * length, by enumeration."""
     trunk = model(vocabulary, quantize)
     p, config = np.ones(()), SETTINGS[name]
     for n in range(length):
         prefixes = np.array(list(itertools.product(range(vocabulary), repeat=n)), dtype=int)
         prefixes = prefixes.reshape(vocabulary**n, n)
-        texts = np.concatenate([np.tile(PROMPT, (vocabulary**n, 1)), prefixes], axis=1)
+        texts = np.concatenate([np.tile(prompt, (vocabulary**n, 1)), prefixes], axis=1)
         span = Span.after([0] * len(texts), texts.shape[1], trunk.device)
         cache = trunk.new_cache(span.end)
         logits = trunk.forward(torch.tensor(texts), span, cache).logits[:, -1].numpy()
         rows = [
-            distribution_from_logits(row, config, prompt_ids=PROMPT, output_ids=prefix)
+            distribution_from_logits(row, config, prompt_ids=prompt, output_ids=prefix)
             for row, prefix in zip(logits, prefixes, strict=True)
         ]
         p = p[..., None] * np.reshape(rows, [vocabulary] * (n + 1))
     return p
 
 
-def observed(name, depth, verifier, runs, length, vocabulary, quantize=None):
+def observed(
+    name, depth, verifier, runs, length, vocabulary, quantize=None, prompt=PROMPT, drafting=None
+):
     """How often each text came out, [V] * length."""
     trunk = model(vocabulary, quantize)
-    head = drafter(trunk, DRAFT_VOCAB[name])
+    head = drafting or drafter(trunk, DRAFT_VOCAB[name])
     counts = np.zeros([vocabulary] * length, dtype=int)
     # Half of the time would go into looking for garbage among many small requests.
     gc.disable()
     try:
         for start in range(0, runs, ROWS):
             requests = [
-                Request(PROMPT, SETTINGS[name], seed, length, depth, verifier=verifier)
+                Request(prompt, SETTINGS[name], seed, length, depth, verifier=verifier)
                 for seed in range(start, min(start + ROWS, runs))
             ]
             texts = [[] for _ in requests]
@@ -216,6 +261,15 @@ def test_the_joint_distribution_is_that_of_what_the_kernels_run(name, verifier, 
     trunk = model(VOCAB, bits)
     assert isinstance(trunk, FusedTrunk) and isinstance(drafter(trunk), FusedHead)
     assert measure(name, 2, verifier, 10_000, quantize=bits) > THRESHOLD
+
+
+# States that sum up the past go back behind what was rejected, for each row its own number.
+@pytest.mark.slow
+@pytest.mark.parametrize("verifier", VERIFIERS)
+@pytest.mark.parametrize(("depth", "more"), [(2, {}), (2, {"length": 5, "vocabulary": 4})])
+def test_the_joint_distribution_is_that_of_a_recurrent_trunk(verifier, depth, more):
+    settings = {"vocabulary": VOCAB} | more
+    assert measure("hot", depth, verifier, 10_000, **settings, quantize="recurrent") > THRESHOLD
 
 
 @pytest.mark.skipif(kernels.find() is None, reason="the kernels are not built")

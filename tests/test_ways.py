@@ -12,7 +12,10 @@ import tiny_checkpoint
 import tiny_native
 import torch
 from drafters.families import test_qwen as qwen
-from family_proof import Proof, write_checkpoint
+from family_proof import Proof, read_tensors, write_checkpoint
+from gguf import GGMLQuantizationType
+from gguf_layout import write_gguf
+from quantised import FORMATS, quantise
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -191,6 +194,28 @@ def test_native_layers_of_experts(tmp_path: Path, family: str) -> None:
     way = ways_of(model)["none"]
     assert way.head > 0 and way.keys_and_values
     agrees(way, model)
+
+
+WIDE = {"intermediate_size": 64, "moe_intermediate_size": 32, "v_head_dim": 8}
+
+
+@needs_kernels
+@pytest.mark.parametrize("format", ["plain", "fp8", "packed", "Q4_0", "Q8_0"])
+def test_native_layers_are_rounded_beside_rounded_trunks(tmp_path: Path, format: str) -> None:
+    sizes = {key: size for key, size in WIDE.items() if key in tiny_native.FAMILIES["glm4_moe"]}
+    model = settle(tiny_native.write(tmp_path, "glm4_moe", config=sizes))
+    if format in FORMATS:
+        config = json.loads((model / "config.json").read_text())
+        stored, _ = quantise(read_tensors(model), format)
+        config |= {"quantization_config": FORMATS[format][1]}
+        model = settle(write_checkpoint(tmp_path / format, config, stored))
+    elif format != "plain":
+        model = write_gguf(model, kind=GGMLQuantizationType[format])
+    ways = ways_of(model)
+    for way in ways.values():
+        assert way.problem is None
+        agrees(way, model)
+    assert 0 < ways["int4"].head < ways["int8"].head
 
 
 @pytest.mark.parametrize("proof", [qwen.TestQwen3Next, qwen.TestQwen35Tied])

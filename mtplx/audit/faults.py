@@ -5,7 +5,7 @@ Each is the token rule with one mistake that looks right; most have been shipped
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from mtplx.drafters.mtp import Head
+from mtplx.drafters.mtp import Head, HeadSlots
 from mtplx.engine import decoding
 from mtplx.errors import MtplxError
 from mtplx.sampling import SamplerConfig
@@ -63,8 +63,11 @@ class _Recorder:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._head, name)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        logits = self._head.logits(hidden)
+    def slots(self, prompts: Sequence[Sequence[int]], capacity: int, cache: Any) -> HeadSlots:
+        return HeadSlots(cast(Head, self), capacity)
+
+    def logits(self, hidden: Tensor, layer: int = 0) -> Tensor:
+        logits = self._head.logits(hidden, layer)
         self.recorded.append(logits)
         return logits
 

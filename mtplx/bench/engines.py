@@ -27,7 +27,8 @@ class OwnEngine:
         """
         Args:
             llm: loaded; engines share it.
-            depth: tokens drafted per cycle; of `auto`, the bytes of a cycle are the trunk's alone.
+            depth: tokens drafted per cycle; of `auto`, and of others than a head, the bytes of a
+                cycle are the trunk's alone.
             verifier: the rule.
             words: on how it runs.
         """
@@ -38,7 +39,7 @@ class OwnEngine:
         self.settings = words
         trunk = llm.trunk
         self._weights = traffic.model_bytes(trunk.model)
-        if self.depth and llm.head is not None:
+        if self.depth and llm.head is not None and llm.drafter is llm.head:
             self._weights += self.depth * traffic.head_bytes(llm.head)
         # The kernels' cache is in bfloat16 whatever they compute in.
         size = 2 if trunk.dtype != torch.float32 or hasattr(trunk, "fused") else 4

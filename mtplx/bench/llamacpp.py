@@ -18,7 +18,7 @@ from mtplx.bench import traffic
 from mtplx.bench.machine import threads_words
 from mtplx.bench.run import Decoded, Task
 from mtplx.errors import MtplxError
-from mtplx.models import gguf
+from mtplx.models import gguf, gguf_families
 from mtplx.sampling import SamplerConfig
 
 LOOKED_UP = 2
@@ -75,7 +75,7 @@ class LlamaCppEngine:
             self.settings += f", {LOOKED_UP} tokens looked up"
         self._weights = traffic.file_bytes(self.path)
         # In float16, llama.cpp's own choice.
-        self._token = traffic.token_bytes(gguf.load_config(gguf.read_gguf(path)), 2)
+        self._token = traffic.token_bytes(gguf_families.load_config(gguf.read_gguf(path)), 2)
 
     def _open(self, flash: bool) -> Any:
         try:

@@ -13,6 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 from mtplx.drafters.mtp import HeadSlots
+from mtplx.drafters.ngram import NgramSlots
 from mtplx.engine import decoding
 from mtplx.engine.decoding import Batch
 from mtplx.models.trunk import Trunk
@@ -62,6 +63,8 @@ class Watch:
             for owner, name, part in (
                 (HeadSlots, "draft", "draft"),
                 (HeadSlots, "refill", "draft"),
+                (NgramSlots, "draft", "draft"),
+                (NgramSlots, "emit", "draft"),
                 (trunk, "forward", "verify"),
                 (Shaper, "__call__", "sample"),
                 (decoding, "verify", "sample"),

@@ -18,6 +18,7 @@ from mtplx.bench.machine import describe, threads_words
 from mtplx.bench.peers import Way
 from mtplx.bench.prompts import Prompt, choose
 from mtplx.bench.run import Bench, Engine, Progress, Task, in_turn
+from mtplx.drafters.find import DrafterName
 from mtplx.errors import MtplxError
 from mtplx.llm import LLM, Depth, load
 from mtplx.models.checkpoint import Checkpoint, Quantize, locate
@@ -34,7 +35,7 @@ class Plan:
     """What is asked of the benchmark.
 
     Attributes:
-        model, head, dtype, quantize: as for `mtplx.load`, on the CPU.
+        model, head, drafter, dtype, quantize: as for `mtplx.load`, on the CPU.
         depths: of this engine, at least one, `auto` among them; the first is what the others are
             compared with.
         against: names of peers, see `peers`.
@@ -48,6 +49,7 @@ class Plan:
 
     model: str
     head: str | None = None
+    drafter: DrafterName = "auto"
     dtype: str | None = None
     quantize: Quantize | None = None
     depths: tuple[Depth, ...] = (0, 1, 2, 3, "auto")
@@ -81,9 +83,14 @@ def bench(
         machine = describe(_versions(ways.values()))
         progress("loading", 0, 1)
         llm = load(
-            plan.model, head=plan.head, dtype=plan.dtype, device="cpu", quantize=plan.quantize
+            plan.model,
+            head=plan.head,
+            drafter=plan.drafter,
+            dtype=plan.dtype,
+            device="cpu",
+            quantize=plan.quantize,
         )
-        if any(plan.depths) and llm.head is None:
+        if any(plan.depths) and llm.drafter is None:
             raise MtplxError(f"{llm.name} has no MTP head to draft with: give --depths 0")
         prompts = choose(plan.per_category, llm.encode, llm.trunk.context - plan.max_tokens)
         context = max(len(prompt.ids) for prompt in prompts) + plan.max_tokens
@@ -141,6 +148,7 @@ def _settings(plan: Plan, llm: LLM) -> dict[str, Any]:
     return {
         "model": llm.name,
         "head": plan.head,
+        "drafter": llm.drafts_with,
         "quantize": plan.quantize or "none",
         "dtype": str(llm.trunk.dtype).removeprefix("torch."),
         "verifier": plan.verifier,

@@ -29,6 +29,7 @@ WIDE = 140
 def bench(
     model: options.Model = options.DEFAULT_MODEL,
     head: options.Head = None,
+    drafter: options.Drafter = "auto",
     dtype: options.Dtype = None,
     quantize: options.Quantize = None,
     depths: Annotated[
@@ -104,6 +105,7 @@ def bench(
     plan = Plan(
         model=model,
         head=head,
+        drafter=drafter,
         dtype=dtype,
         quantize=quantize,
         depths=drafted,

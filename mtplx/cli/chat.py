@@ -80,7 +80,7 @@ class Conversation:
         except typer.BadParameter:
             _say(f"the depth is {self.depth}; /depth N takes a number from 0 up, or auto")
             return
-        if depth and depth != "auto" and self.llm.head is None:
+        if depth and depth != "auto" and self.llm.drafter is None:
             _say(f"{self.llm.name} has no MTP head to draft with")
         else:
             self.depth = depth
@@ -117,6 +117,8 @@ class Conversation:
 def chat(
     model: options.Model = options.DEFAULT_MODEL,
     head: options.Head = None,
+    drafter: options.Drafter = "auto",
+    draft_model: options.DraftModel = None,
     system: Annotated[
         str | None, typer.Option("--system", metavar="TEXT", help="The system message.")
     ] = None,
@@ -145,11 +147,23 @@ def chat(
         repetition_penalty=repetition_penalty,
         seed=seed,
     )
-    llm = options.load_llm(model, head, dtype, device, quantize=quantize, threads=threads)
+    llm = options.load_llm(
+        model,
+        head,
+        dtype,
+        device,
+        quantize=quantize,
+        threads=threads,
+        drafter=drafter,
+        draft_model=draft_model,
+    )
     if not llm.tokenizer.chat_template:
         raise MtplxError(f"{llm.name} has no chat template: use `mtplx generate --raw`")
-    if depth and depth != "auto" and llm.head is None:
-        raise MtplxError(f"{llm.name} has no MTP head to draft with; use --depth 0")
+    if depth and depth != "auto" and llm.drafter is None:
+        raise MtplxError(
+            f"{llm.name} has no MTP head to draft with; use --depth 0, --drafter ngram or "
+            "--draft-model"
+        )
     sampling = options.sampling_for(llm, given)
     conversation = Conversation(
         llm,

@@ -18,7 +18,7 @@ from typer.core import TyperGroup
 
 from mtplx import __version__
 from mtplx.cli import audit, bench, chat, generate, inspect, train
-from mtplx.errors import MtplxError
+from mtplx.errors import MtplxError, MtplxWarning
 
 FAILED = 1
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
@@ -87,6 +87,11 @@ def _version(wanted: bool) -> None:
         raise typer.Exit()
 
 
+def _note(message: Warning | str, *others: object, **more: object) -> None:
+    """A warning as a line for the user."""
+    print(f"note: {message}", file=sys.stderr)
+
+
 @app.callback()
 def _options(
     version: Annotated[
@@ -101,6 +106,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run one command line and exit: 0, 1 after a failure, 2 after wrong usage, 130 on Ctrl-C."""
     # Libraries report to developers on stderr; what matters to the user arrives as an exception.
     warnings.filterwarnings("ignore")
+    warnings.filterwarnings("always", category=MtplxWarning)
+    warnings.showwarning = _note
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # A shell may have closed any of the three.

@@ -31,6 +31,8 @@ def generate(
     ] = None,
     model: options.Model = options.DEFAULT_MODEL,
     head: options.Head = None,
+    drafter: options.Drafter = "auto",
+    draft_model: options.DraftModel = None,
     depth: options.Depth = None,
     max_tokens: options.MaxTokens = 256,
     temperature: options.Temperature = None,
@@ -87,7 +89,9 @@ def generate(
         raise typer.BadParameter("--logprobs needs --json, which they are printed in")
     grammar = options.read_grammar(json_schema, regex)
     text = options.read_prompt(prompt, file)
-    llm = options.load_llm(model, head, dtype, device, deterministic, quantize, threads)
+    llm = options.load_llm(
+        model, head, dtype, device, deterministic, quantize, threads, drafter, draft_model
+    )
     sampling = options.sampling_for(llm, given)
     depth = llm.default_depth(sampling, verifier) if depth is None else depth
 
@@ -122,6 +126,7 @@ def generate(
             "text": result.text,
             "token_ids": result.token_ids,
             "finish_reason": result.finish_reason,
+            "drafter": llm.drafts_with,
             "depth": depth,
             "sampling": show.sampling_settings(result.sampling),
             "verifier": result.verifier,

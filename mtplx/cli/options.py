@@ -14,6 +14,7 @@ from mtplx.grammar import GrammarSpec
 from mtplx.sampling import SamplerConfig, Verifier
 
 if TYPE_CHECKING:
+    from mtplx.drafters.find import DrafterName
     from mtplx.llm import LLM
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -34,6 +35,23 @@ Head = Annotated[
         "--head",
         metavar="HEAD",
         help="An attached head instead of the model's own: a directory or a hub id.",
+    ),
+]
+Drafter = Annotated[
+    Literal["auto", "mtp", "ngram", "mtp+ngram"],
+    typer.Option(
+        "--drafter",
+        help="What drafts: the model's head (mtp), a lookup of what followed when the text last "
+        "stood like this (ngram, for any model), or whichever does better. auto is the head, and "
+        "nothing where there is none.",
+    ),
+]
+DraftModel = Annotated[
+    str | None,
+    typer.Option(
+        "--draft-model",
+        metavar="MODEL",
+        help="Draft with this smaller model of the same vocabulary instead.",
     ),
 ]
 
@@ -59,7 +77,7 @@ Depth = Annotated[
         parser=read_depth,
         metavar="N|auto",
         help="Tokens drafted per cycle; 0 for none, auto for as many as pay. If not given, auto, "
-        "or what the head recommends where a seed's or a greedy text might depend on it.",
+        "or what the drafter recommends where a seed's or a greedy text might depend on it.",
         show_default=False,
     ),
 ]
@@ -250,6 +268,8 @@ def load_llm(
     deterministic: bool = False,
     quantize: Quantize | None = None,
     threads: int | None = None,
+    drafter: DrafterName = "auto",
+    draft_model: str | None = None,
 ) -> LLM:
     """Load a model, and pass on what it has to note."""
     with show.waiting(f"loading {model} …") as report:
@@ -264,6 +284,8 @@ def load_llm(
         llm = load(
             model,
             head=head,
+            drafter=drafter,
+            draft_model=draft_model,
             dtype=dtype,
             device=device,
             deterministic=deterministic,

@@ -116,7 +116,8 @@ def print_stats(
     dtype = str(llm.trunk.dtype).removeprefix("torch.")
     kind = f"quantize {llm.quantize}" if llm.quantize else dtype
     out = console()
-    out.print(f"{llm.name}, {kind} on {llm.trunk.device}", soft_wrap=True, markup=False)
+    drafter = f", drafter {llm.drafts_with}" if depth else ""
+    out.print(f"{llm.name}, {kind} on {llm.trunk.device}{drafter}", soft_wrap=True, markup=False)
     out.print(stats_table(depth, stats, plain))
     out.print(sampling_words(sampling), soft_wrap=True, markup=False)
 

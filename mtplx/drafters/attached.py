@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -11,9 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mtplx import kernels
+from mtplx.drafters.mtp import Head
 from mtplx.errors import MtplxError
 from mtplx.kernels import Kernels
-from mtplx.models.blocks import Bits, Blocks, quantize
+from mtplx.models.blocks import Bits
 from mtplx.models.eagle3 import Eagle3Head
 from mtplx.models.fused import (
     FusedLayers,
@@ -24,11 +24,12 @@ from mtplx.models.fused import (
     projections,
 )
 from mtplx.models.linear import KernelLinear
+from mtplx.models.rounding import rounded
 from mtplx.models.slots import KVSlots, Span
 from mtplx.models.trunk import Trunk, TrunkOutput
 
 
-class AttachedHead:
+class AttachedHead(Head):
     """Binds a head to the trunk whose states it is fed.
 
     They share the trunk's embedding, unless the head has another one of its own.
@@ -119,10 +120,7 @@ class FusedHead(AttachedHead):
         layer = head.layer
 
         def few_bits(linear: nn.Linear) -> KernelLinear:
-            weight: Tensor | Blocks = linear.weight
-            with suppress(ValueError):  # what cannot be cut into blocks stays as it is
-                weight = quantize(linear.weight, BITS)
-            return KernelLinear(library, weight, linear.bias)
+            return KernelLinear(library, rounded(linear.weight, BITS), linear.bias)
 
         parts: dict[str, KernelLinear | Tensor] = {
             name: few_bits(linear)

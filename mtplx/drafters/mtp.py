@@ -13,15 +13,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from mtplx.drafters.drafter import Drafter, DraftSlots
 from mtplx.drafters.pace import Draftsman
 from mtplx.history import Histories
 from mtplx.models.slots import Span
 from mtplx.models.trunk import TrunkOutput
 from mtplx.shaping import Distributions, Shaper
-from mtplx.verification import Draft, Noise
+from mtplx.verification import Draft, Draws
 
 
-class Head(Protocol):
+class Head(Drafter, Protocol):
     """What a family of MTP heads provides.
 
     A head at position i joins a hidden state of token i with token i + 1 and predicts token
@@ -64,16 +65,21 @@ class Head(Protocol):
         """Draft logits of what a layer's `step` returned, [B, H] -> [B, W]."""
         ...
 
+    def slots(self, prompts: Sequence[Sequence[int]], capacity: int, cache: Any) -> HeadSlots:
+        """Its side of a new batch; the prompts come with the trunk's states for them."""
+        return HeadSlots(self, capacity)
+
 
 POSTPONED = 64
 """Passes whose refills are put off at most: their hidden states are kept until then."""
 
 
-class HeadSlots:
+class HeadSlots(DraftSlots):
     """A head's side of B sequences: its cache, and where the next draft starts from."""
 
     def __init__(self, head: Head, capacity: int) -> None:
         self.head = head
+        self.taps = head.taps
         self.cache = head.new_cache(capacity)
         # Of each layer, what it made of its newest committed position.
         self._newest: list[Tensor] = []
@@ -91,8 +97,8 @@ class HeadSlots:
             following: the token after each of the pass's tokens, [B, T]; past a row's last
                 committed pair it may hold anything.
             span: of that pass.
-            last: for each row the index in the pass of its last committed pair, or -1 if none of
-                the pass is committed.
+            last: for each row the index in the pass of its last committed pair, negative if none
+                of the pass is committed.
         """
         self.catch_up()
         self._read(output, following, span, last)
@@ -129,8 +135,10 @@ class HeadSlots:
             self._recent = states.new_zeros(len(states), count, states.shape[2])
         every = torch.cat([self._recent, states], 1)
         rows = torch.arange(len(last), device=states.device)[:, None]
-        columns = torch.tensor([[*range(at + 1, at + 1 + count)] for at in last])
-        self._recent = every[rows, columns.to(states.device).view(len(last), count)]
+        # The last `count` up to that one: all of those before, where none is new.
+        first = torch.tensor(last, device=states.device).clamp_min(-1) + 1
+        columns = first[:, None] + torch.arange(count, device=states.device)
+        self._recent = every[rows, columns]
         return every
 
     def _newest_of(self, layer: int, like: Tensor) -> Tensor:
@@ -186,7 +194,7 @@ class HeadSlots:
         self,
         depth: int,
         lengths: Sequence[int],
-        noise: Noise,
+        noise: Draws,
         shaper: Shaper,
         histories: Histories,
         draftsman: Draftsman | None = None,
@@ -253,12 +261,17 @@ class HeadSlots:
             tokens[:, skip:], states[:, -(layer - skip) :], span.behind(skip), self.cache, layer
         )
 
-    def take(self, other: HeadSlots, count: int) -> None:
-        """Begin with the first `count` pairs of another's, which has caught up.
+    def take(self, other: DraftSlots | None, count: int) -> int:
+        """Begin with the first pairs of another's; what follows is to be refilled before drafting.
 
-        What follows them is to be refilled before drafting.
+        A head's layers join each token with those after it, and it drafts from the last pairs that
+        it has read itself.
         """
-        self.cache.take(other.cache, count)
+        pairs = count - self.head.layers
+        if pairs < 1 or not isinstance(other, HeadSlots):
+            return 0
+        self.cache.take(other.cache, pairs)
+        return pairs
 
     def keep_rows(self, rows: Tensor) -> None:
         """Have these slots in this order, [N] int64, and no others; one may come several times."""

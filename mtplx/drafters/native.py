@@ -6,37 +6,36 @@ Depths beyond the number of layers come from feeding the last one its own output
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from torch.nn import functional as F
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import convert_and_load_state_dict_in_model
-from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils.generic import ContextManagers
 
+from mtplx.drafters.mtp import Head
 from mtplx.errors import MtplxError
-from mtplx.models.checkpoint import Checkpoint, reported, weight_files
-from mtplx.models.families import Family, family_of, mtp_layers, promised_layers
-from mtplx.models.linear import KernelLinear
+from mtplx.models import gguf_families, gguf_weights
+from mtplx.models.blocks import Blocks
+from mtplx.models.checkpoint import Checkpoint, plain_tensors, reported
+from mtplx.models.dequantise import PLAIN, settings_of
+from mtplx.models.families import Family, family_of, mtp_layers, promised_layers, text_settings
+from mtplx.models.handing_over import fill
+from mtplx.models.linear import KernelLinear, hand_over
+from mtplx.models.mixers import over_slots
 from mtplx.models.mtp import MtpLayers
+from mtplx.models.rounding import kept_in, rounded
 from mtplx.models.slots import SlotCache, Span
 from mtplx.models.trunk import Trunk, TrunkOutput
-
-GGUF_PROMISE = "nextn_predict_layers"
-"""What a GGUF file's header calls its number of MTP layers, behind the architecture's name."""
 
 _COPIES = ("embedding", "output")
 """Parts that are copies of the trunk's, or were trained further."""
 
 
-class NativeHead:
+class NativeHead(Head):
     """MTP layers over the trunk's embedding, rotary positions and output head.
 
     At position i a layer computes, in the notation of DeepSeek-V3's report (arXiv 2412.19437, 2.2),
@@ -61,14 +60,14 @@ class NativeHead:
         model: MtpLayers,
         family: Family,
         trunk: Trunk,
-        copies: Mapping[tuple[str, int], Tensor] | None = None,
+        copies: Mapping[tuple[str, int], Callable[[Tensor], Tensor]] | None = None,
     ) -> None:
         """
         Args:
             model: the layers.
             family: whose they are.
             trunk: whose embedding and output head they share.
-            copies: by part (`embedding`, `output`) and layer, weights that differ from the trunk's.
+            copies: by part (`embedding`, `output`) and layer, those that differ from the trunk's.
         """
         copies = copies or {}
         self.model, self.family = model, family
@@ -77,24 +76,16 @@ class NativeHead:
         trunk.tap(self.taps)
         self.chained = family.chained
         embed: Callable[[Tensor], Tensor] = trunk.embed
-        project: Callable[[Tensor], Tensor] = trunk.model.get_output_embeddings()
-        self.embeds = [
-            partial(F.embedding, weight=copies["embedding", k])
-            if ("embedding", k) in copies
-            else embed
-            for k in range(self.layers)
-        ]
-        self.projects = [
-            partial(F.linear, weight=copies["output", k]) if ("output", k) in copies else project
-            for k in range(self.layers)
-        ]
+        project = _projection(trunk)
+        self.embeds = [copies.get(("embedding", k), embed) for k in range(self.layers)]
+        self.projects = [copies.get(("output", k), project) for k in range(self.layers)]
         self._trunk = trunk
 
     def features(self, output: TrunkOutput) -> Tensor:
-        if not self.family.before_norm:
-            return output.hidden
-        assert output.aux is not None, "the trunk must tap its last layer"
-        return output.aux
+        states = output.aux if self.family.before_norm else output.hidden
+        assert states is not None, "the trunk must tap its last layer"
+        # The kernels' are float32.
+        return states.to(self.model.dtype)
 
     def new_cache(self, capacity: int) -> SlotCache:
         return SlotCache(capacity)
@@ -106,7 +97,7 @@ class NativeHead:
         cache.span = span
         result: Tensor = self.model(
             layer,
-            self.embeds[layer](tokens),
+            self.embeds[layer](tokens).to(hidden.dtype),
             hidden,
             # The slot is that of the hidden state, the rotary position that of the token.
             span.positions + 1,
@@ -133,7 +124,7 @@ hold none. `unknown layout`: they are called, shaped or stored in no way that is
 
 @dataclass(frozen=True)
 class NativeLayers:
-    """What a checkpoint's config and the names of its tensors say of its MTP layers.
+    """What a checkpoint's config and its tensors' names and types say of its MTP layers.
 
     Attributes:
         status: see Status.
@@ -151,31 +142,42 @@ class NativeLayers:
 
 
 def native_layers(
-    checkpoint: Checkpoint, names: Iterable[str], trunk_layers: int | None
+    checkpoint: Checkpoint, stored: Mapping[str, Any], trunk_layers: int | None
 ) -> NativeLayers:
-    """The MTP layers among tensors with these names, and what becomes of them.
+    """The MTP layers among a checkpoint's tensors, and what becomes of them.
 
     Args:
         checkpoint: whose they are; its config is read.
-        names: of all its tensors.
+        stored: all its tensors by name, made plain as far as they can be; none is read.
         trunk_layers: see `families.mtp_layers`.
     """
-    kind, promised, unread = _declared(checkpoint)
-    family = family_of(kind)
-    tensors = mtp_layers(names, trunk_layers, family)
-    held = len(tensors)
-    if not held and not promised:
+    if checkpoint.is_gguf:
+        file = checkpoint.gguf_file
+        known = gguf_families.FAMILIES.get(file.architecture)
+        family = None if known is None else known.mtp
+        tensors = mtp_layers(stored, trunk_layers)
+        where, promised = "its header", gguf_families.promised_layers(file)
+        kind, unread = f"{file.architecture} GGUF file", None
+    else:
+        config = json.loads((checkpoint.path / "config.json").read_text(encoding="utf-8"))
+        # As published, which need not be the trunk's: some go by another type's class.
+        model_type = str(text_settings(config).get("model_type"))
+        family = family_of(model_type)
+        tensors = mtp_layers(stored, trunk_layers, family)
+        # What is written counts: transformers' config classes say 1 where nothing is.
+        where, promised = "config.json", promised_layers(config)
+        kind, unread = f"{model_type} model", _unread(config, stored, tensors)
+    if not tensors and not promised:
         return NativeLayers("none", {}, 0)
-    where = "its header" if checkpoint.is_gguf else "config.json"
-    if not held:
+    if not tensors:
         note = f"{where} promises {promised} MTP layer(s), but the weight files hold none"
         return NativeLayers("heads missing", {}, promised, family, (f"nothing is drafted: {note}",))
-    if unread is None and family is None:
-        unread = f"the MTP layers of a {kind} model are not run yet"
+    if family is None:
+        unread = f"the MTP layers of a {kind} are not run yet"
     if unread:
         note = f"nothing is drafted: {unread}"
         return NativeLayers("unknown layout", tensors, promised, family, (note,))
-    # What is written counts: transformers' config classes say 1 where nothing is.
+    held = len(tensors)
     if promised == held:
         return NativeLayers("works", tensors, promised, family)
     named = f"promises {promised} MTP layer(s)" if promised else "names no MTP layers"
@@ -184,23 +186,18 @@ def native_layers(
     return NativeLayers(status, tensors, promised, family, (note,))
 
 
-def _declared(checkpoint: Checkpoint) -> tuple[str, int, str | None]:
-    """The trunk's type, how many layers are promised, and why they cannot be read, if so."""
-    if checkpoint.is_gguf:
-        file = checkpoint.gguf_file
-        promised = file.metadata.get(f"{file.architecture}.{GGUF_PROMISE}")
-        kind, promised = file.architecture, promised if isinstance(promised, int) else 0
-        return kind, promised, "the MTP layers of a GGUF file are not run yet"
-    config = json.loads((checkpoint.path / "config.json").read_text(encoding="utf-8"))
-    # A model of text and images keeps its language model's type in a config of its own.
-    kind = (config.get("text_config") or {}).get("model_type") or config.get("model_type")
-    unread = None
-    if "quantization_config" in config:
-        unread = (
-            "the MTP layers of a quantised checkpoint are not run yet; its unquantised form has "
-            "them"
-        )
-    return str(kind), promised_layers(config), unread
+def _unread(
+    config: Mapping[str, Any], stored: Mapping[str, Any], layers: Mapping[int, Sequence[str]]
+) -> str | None:
+    """Why the tensors of these layers cannot be read, if they cannot."""
+    own = (stored[name] for names in layers.values() for name in names)
+    if all(tensor.get_dtype() in PLAIN for tensor in own):
+        return None
+    method = settings_of(config).get("quant_method", "an unnamed")
+    return (
+        f"the MTP layers are quantised in {method} format, which is not read here; the model's "
+        "unquantised checkpoint has them"
+    )
 
 
 def load_native_head(
@@ -216,12 +213,8 @@ def load_native_head(
     """
     if checkpoint.is_gguf:
         return make_native_head(checkpoint, checkpoint.gguf_file.tensors, trunk)
-    with ExitStack() as stack:
-        stored: dict[str, Any] = {}
-        for file in weight_files(checkpoint.path):
-            opened = stack.enter_context(safe_open(file, framework="pt"))
-            stored |= {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-        return make_native_head(checkpoint, stored, trunk)
+    with plain_tensors(checkpoint) as tensors:
+        return make_native_head(checkpoint, tensors, trunk)
 
 
 def make_native_head(
@@ -234,32 +227,37 @@ def make_native_head(
 
     Args:
         checkpoint: whose they are.
-        stored: all its tensors by name, or what gives them when it is sliced.
+        stored: all its tensors by name, made plain as far as they can be: what `[:]` reads.
         trunk: of the checkpoint.
     """
     found = native_layers(checkpoint, stored, trunk.layers)
     if found.status not in ("works", "loads unverified"):
         return None, found.notes
     assert found.family is not None
-    own = {name: stored[name] for names in found.tensors.values() for name in names}
-    return _load(checkpoint, trunk, found.family, own), found.notes
+    with reported(checkpoint):
+        if checkpoint.is_gguf:
+            # Several of a file's may make up one.
+            own: Mapping[str, Any] = gguf_weights.mtp_weights(
+                checkpoint.gguf_file, trunk.config, trunk.dtype, trunk.device.type == "meta"
+            )
+        else:
+            own = {name: stored[name] for names in found.tensors.values() for name in names}
+        return _load(checkpoint, trunk, found.family, own), found.notes
 
 
 def _load(
     checkpoint: Checkpoint, trunk: Trunk, family: Family, stored: Mapping[str, Any]
 ) -> NativeHead:
-    """The head made of these tensors, all of them and no others.
+    """The head made of these tensors, read or to be read by `[:]`; all of them and no others.
+
+    Beside a trunk in few bits its linear layers are in as many.
 
     transformers passes over tensors that it has no place for, and draws at random what is missing;
     here either is an error.
     """
     places = {name: family.translate(name, trunk.layers) for name in stored}
-    _require(
-        checkpoint,
-        trunk,
-        "has no place for these of its tensors",
-        [name for name, at in places.items() if not at],
-    )
+    homeless = [name for name, at in places.items() if not at]
+    _require(checkpoint, "has no place for these of its tensors", homeless)
     names = {name: place for name, place in places.items() if place}
     blocks = 1 + max(
         (_number(ours) for _, ours in names.values() if ours.startswith("blocks.")), default=0
@@ -268,62 +266,83 @@ def _load(
         (_number(ours) for _, ours in names.values() if ours.startswith("joints.")), default=0
     )
     bias = any(ours.endswith(".join.bias") for _, ours in names.values())
-    with reported(checkpoint):
-        tensors: dict[str, Any] = {}
-        copies: dict[tuple[str, int], Tensor] = {}
-        for name, (layer, ours) in names.items():
-            part = ours.split(".")[2]
-            if part in _COPIES:
-                copies[part, layer] = stored[name][:].to(trunk.device, trunk.dtype)
-            else:
-                tensors[ours] = stored[name]
-        with ContextManagers(MtpLayers.get_init_context(trunk.dtype, False, False, None)):
-            model = MtpLayers(family, trunk.model, joints, blocks, bias)
-        # Those of the trunk, as a loaded one keeps them; they say how experts are put together.
-        conversions = getattr(trunk.model, "_weight_conversions", None)
-        if conversions is None:
-            conversions = get_model_conversion_mapping(trunk.model)
-        report, _ = convert_and_load_state_dict_in_model(
-            model=model,
-            state_dict=tensors,
-            load_config=LoadStateDictConfig(
-                weight_mapping=conversions,
-                device_map={"": trunk.device},
-                dtype=trunk.dtype,
-                dtype_plan=trunk.model._get_dtype_plan(trunk.dtype),
-            ),
+    few = kept_in(trunk.model)
+    # The kernels' results are float32, and what is between them has to be as well.
+    dtype = torch.float32 if few else trunk.dtype
+
+    def take(model: Any, name: str, weight: Tensor | Blocks, bias: Tensor | None) -> None:
+        assert few and isinstance(weight, Tensor)
+        library, bits = few
+        hand_over(model, name, library, rounded(weight, bits), bias)
+
+    tensors: dict[str, Any] = {}
+    copies: dict[tuple[str, int], Callable[[Tensor], Tensor]] = {}
+    # The published copies equal the trunk's; a layer that was trained further has its own.
+    shared = {"embedding": trunk.embed, "output": trunk.model.get_output_embeddings()}
+    for name, (layer, ours) in names.items():
+        part = ours.split(".")[2]
+        if part == "unused":
+            continue
+        if part not in _COPIES:
+            tensors[ours] = stored[name]
+            continue
+        weight = stored[name][:].to(trunk.device, dtype)
+        if _is_made_of(shared[part], weight):
+            continue
+        if part == "embedding":
+            copies[part, layer] = partial(F.embedding, weight=weight)
+        elif few:  # as the trunk's own
+            copies[part, layer] = KernelLinear(few[0], weight.bfloat16())
+        else:
+            copies[part, layer] = partial(F.linear, weight=weight)
+    with ContextManagers(MtpLayers.get_init_context(dtype, False, False, None)):
+        model = MtpLayers(family, trunk.model, joints, blocks, bias)
+    if over_slots(model):
+        raise MtplxError(
+            f"{checkpoint.path}: its MTP layer keeps a state, which is not run; take a checkpoint "
+            "whose MTP layer is of attention"
         )
+    report = fill(model, tensors, trunk.model, dtype, take if few else None)
     theirs = {ours: name for name, (_, ours) in names.items()}
     wrong = {name for name, *_ in report.mismatched_keys} | set(report.conversion_errors)
     for problem, missed in (
         ("has no place for these of its tensors", report.unexpected_keys),
         ("lacks these tensors, or has them in other shapes", report.missing_keys | wrong),
     ):
-        listed = [theirs.get(name) or family.published(name, trunk.layers) for name in missed]
-        _require(checkpoint, trunk, problem, listed)
-    # The published copies equal the trunk's; a layer that was trained further has its own.
-    shared = {"embedding": trunk.embed, "output": trunk.model.get_output_embeddings()}
-    own = {key: tensor for key, tensor in copies.items() if not _is_made_of(shared[key[0]], tensor)}
-    return NativeHead(model.eval().requires_grad_(False), family, trunk, own)
+        listed = [
+            theirs.get(name) or family.published(name, trunk.layers, blocks) for name in missed
+        ]
+        _require(checkpoint, problem, listed)
+    return NativeHead(model.eval().requires_grad_(False), family, trunk, copies)
+
+
+def _projection(trunk: Trunk) -> Callable[[Tensor], Tensor]:
+    """The trunk's output head, for states of its type."""
+    output: Any = trunk.model.get_output_embeddings()
+    weight = getattr(output, "weight", None)
+    # Some models keep it wider than the rest.
+    if isinstance(weight, Tensor) and weight.dtype != trunk.dtype:
+        return lambda hidden: output(hidden.to(weight.dtype))
+    project: Callable[[Tensor], Tensor] = output
+    return project
 
 
 def _number(name: str) -> int:
     return int(name.split(".")[1])
 
 
-def _require(checkpoint: Checkpoint, trunk: Trunk, problem: str, names: list[str]) -> None:
+def _require(checkpoint: Checkpoint, problem: str, names: list[str]) -> None:
     """That there are no such tensors."""
     if names:
         raise MtplxError(
-            f"{checkpoint.path}: its MTP layer {problem}: {', '.join(sorted(names))}; take a "
-            f"{trunk.config.model_type} checkpoint as it was published"
+            f"{checkpoint.path}: its MTP layer {problem}: {', '.join(sorted(names))}; take the "
+            "checkpoint as it was published"
         )
 
 
 def _is_made_of(layer: Any, weight: Tensor) -> bool:
-    """Whether this is a layer's weight, as the layer keeps it; as published, it is."""
+    """Whether this is a layer's weight, as the layer keeps it; without values, it counts as one."""
     if weight.is_meta:
         return True
-    if isinstance(layer, KernelLinear):
-        return torch.equal(layer.data, weight.bfloat16())
-    return torch.equal(layer.weight, weight)
+    own = layer.data if isinstance(layer, KernelLinear) else getattr(layer, "weight", None)
+    return own is not None and torch.equal(own, weight.to(own.dtype))

@@ -13,7 +13,7 @@ nothing meets fresh noise in the next cycle (docs/exactness.md).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median, mode
 from threading import Lock
 
@@ -341,14 +341,22 @@ class Trust:
 class Draftsman:
     """Decides in one cycle, before each token, whether to draft it."""
 
-    def __init__(self, pace: Pace, trusts: Sequence[Trust | None], depths: Sequence[int]) -> None:
+    def __init__(
+        self,
+        pace: Pace,
+        trusts: Sequence[Trust | None],
+        depths: Sequence[int],
+        foreseen: Mapping[int, Sequence[float]] | None = None,
+    ) -> None:
         """
         Args:
             pace: of the model.
             trusts: of each row's text; None where its depth is fixed.
             depths: that each row may draft to, and has to where it is fixed.
+            foreseen: how sure the drafter is of the tokens ahead, of the rows where it knows.
         """
         self.pace, self.rows = pace, len(depths)
+        self.foreseen = foreseen or {}
         self.trusts = {row: trust for row, trust in enumerate(trusts) if trust is not None}
         self.fixed = max((d for row, d in enumerate(depths) if row not in self.trusts), default=0)
         self.free = {row: depths[row] for row in self.trusts if depths[row]}
@@ -371,14 +379,24 @@ class Draftsman:
             return drafted < self.trial
         hopes = [0.0] * (deepest - drafted)
         for row, depth in self.free.items():
-            hope, chance = self._reached[row], self.trusts[row].chance(self.pace)
-            for ahead in range(depth - drafted):
+            hope = self._reached[row]
+            for ahead, chance in enumerate(self._chances(row, drafted, depth)):
                 hope *= chance
                 hopes[ahead] += hope
         return self.pace.pays(self.rows, drafted, hopes)
 
+    def _chances(self, row: int, first: int, depth: int) -> list[float]:
+        """That each draft from the first of these on is kept, if those before it are."""
+        trust, foreseen = self.trusts[row], self.foreseen.get(row)
+        if foreseen is None:
+            return [trust.chance(self.pace)] * (depth - first)
+        return [trust.chance(self.pace, confidence) for confidence in foreseen[first:depth]]
+
     def drew(self, confidences: list[float]) -> None:
-        """Take in how likely each row's token was to its drafter."""
+        """Take in how likely each row's token was to its drafter; what was foreseen stands."""
+        position = len(self.confidences)
+        for row, foreseen in self.foreseen.items():
+            confidences[row] = foreseen[position] if position < len(foreseen) else 0.0
         self.confidences.append(confidences)
         for row in self.free:
             self._reached[row] *= self.trusts[row].chance(self.pace, confidences[row])

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtplx.drafters.mtp import Head, HeadSlots
+from mtplx.drafters.drafter import Drafter, DraftSlots
 from mtplx.drafters.pace import Draftsman, Pace, Trust
+from mtplx.drafters.record import Record
 from mtplx.engine.request import FinishReason, Request, Stats, TokenLogprobs
 from mtplx.errors import MtplxError
 from mtplx.history import Follower, Histories
@@ -77,12 +78,12 @@ class Prefix:
     Attributes:
         tokens: that were read.
         cache: the trunk's, of one slot.
-        head: the head's side, if there was one.
+        drafter: the drafter's side, if there was one.
     """
 
     tokens: tuple[int, ...]
     cache: Any
-    head: HeadSlots | None
+    drafter: DraftSlots | None
 
 
 @dataclass(frozen=True)
@@ -112,32 +113,39 @@ class Batch:
     def __init__(
         self,
         trunk: Trunk,
-        head: Head | None,
+        drafter: Drafter | None,
         requests: Sequence[Request],
         pace: Pace | None = None,
         prefix: Prefix | None = None,
+        record: Record | None = None,
     ) -> None:
         """
         Args:
             trunk: of the model.
-            head: that drafts; None where no request wants drafts.
+            drafter: None where no request wants drafts.
             requests: at least one.
             pace: what is known of the model's pace, and goes on being learned; None to begin anew.
             prefix: of an earlier text; looked at where there is one request.
+            record: of what drafts, in all texts, which gives up what is hopeless; None never does.
         """
         self.trunk = trunk
         self.pace = pace or Pace()
+        self.record = record
         self.device = trunk.device
         self.slots = [self._slot(i, request) for i, request in enumerate(requests)]
-        if head is None and any(r.depth for r in requests):
+        if drafter is None and any(r.depth for r in requests):
             raise MtplxError("this model has no head to draft with; use depth 0")
         # No slot drafts more than its budget leaves, but all are padded to the deepest.
         deepest = max(min(slot.request.depth, slot.budget - 1) for slot in self.slots)
         longest = max(len(slot.request.prompt) + slot.budget for slot in self.slots)
         capacity = longest + deepest + 1
         self.cache = trunk.new_cache(capacity)
-        self.head = HeadSlots(head, capacity) if head and deepest else None
-        self.taps = head.taps if head and deepest else ()
+        # A prompt that several requests have is read once.
+        self._prompts = list(dict.fromkeys(slot.request.prompt for slot in self.slots))
+        self.drafter: DraftSlots | None = None
+        if drafter and deepest:
+            self.drafter = drafter.slots(self._prompts, capacity, self.cache)
+        self.taps = self.drafter.taps if self.drafter else ()
         self.shaper = Shaper(
             [r.sampling for r in requests],
             trunk.vocab_size,
@@ -156,17 +164,11 @@ class Batch:
         common = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
         if common is None:
             common = min(len(prompt) - 1, len(prefix.tokens))
-        if self.head:
-            # A head's layers join each token with those after it, and it drafts from the last pairs
-            # that it has read itself.
-            common -= self.head.head.layers
-            if prefix.head is None:
-                return 0
+        if self.drafter:
+            common = self.drafter.take(prefix.drafter, common)
         common = int(prefix.cache.reaches(common))
         if common < 1:
             return 0
-        if self.head and prefix.head:
-            self.head.take(prefix.head, common)
         self.cache.take(prefix.cache, common)
         self._single.stats.cached_tokens = common
         return common
@@ -179,10 +181,10 @@ class Batch:
         slot = self._single
         if slot is None or not slot.stats.cycles:
             return None
-        if self.head:
-            self.head.catch_up()
+        if self.drafter:
+            self.drafter.catch_up()
         tokens = (*slot.request.prompt, *slot.output)[: slot.length]
-        return Prefix(tokens, self.cache, self.head)
+        return Prefix(tokens, self.cache, self.drafter)
 
     def _histories(self, requests: Sequence[Request]) -> Histories:
         followers = {
@@ -216,15 +218,12 @@ class Batch:
     def prefill(self) -> None:
         """Read all of every prompt but its last token, which is left pending."""
         started = time.perf_counter()
-        # A prompt that several requests have is read once.
-        rows: dict[tuple[int, ...], int] = {}
-        row_of = [rows.setdefault(slot.request.prompt, len(rows)) for slot in self.slots]
-        prompts = list(rows)
+        prompts = self._prompts
         longest = max(slot.length for slot in self.slots)
         chunk = max(1, PREFILL_TOKENS // len(prompts))
         for start in range(self._read, longest, chunk):
             width = min(chunk, longest - start)
-            # One token more than is read: the head joins each state with the token after it.
+            # One token more than is read: a head joins each state with the token after it.
             ids = [prompt[start : start + width + 1] for prompt in prompts]
             last = [len(row) - 2 for row in ids]
             window = torch.tensor([[*row, *[0] * (width + 1 - len(row))] for row in ids])
@@ -235,13 +234,17 @@ class Batch:
             output = self.trunk.forward(
                 window[:, :-1], span, self.cache, self.taps, with_logits=False
             )
-            if self.head:
-                self.head.refill(output, window[:, 1:], span, last)
-        if len(rows) < len(row_of):
-            index = torch.tensor(row_of, device=self.device)
+            if self.drafter:
+                self.drafter.refill(output, window[:, 1:], span, last)
+        if self.drafter:
+            self.drafter.catch_up()
+        if len(prompts) < len(self.slots):
+            row_of = {prompt: row for row, prompt in enumerate(prompts)}
+            rows = [row_of[slot.request.prompt] for slot in self.slots]
+            index = torch.tensor(rows, device=self.device)
             self.cache.keep_rows(index)
-            if self.head:
-                self.head.keep_rows(index)
+            if self.drafter:
+                self.drafter.keep_rows(index)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         elapsed = time.perf_counter() - started
@@ -260,11 +263,11 @@ class Batch:
         """Draft, verify, commit; one step for all slots."""
         started = time.perf_counter()
         slots = self.slots
-        depths = [slot.depth() for slot in slots]
+        depths = [0 if self._given_up(slot) else slot.depth() for slot in slots]
         draftsman = self._draftsman(depths)
         depth = max(depths) if draftsman is None or draftsman.goes_on(0) else 0
-        if depth and self.head:
-            self.head.catch_up()
+        if depth and self.drafter:
+            self.drafter.catch_up()
         # What was postponed in cycles without a draft is no part of what one takes.
         paced = time.perf_counter()
         lengths = [slot.length for slot in slots]
@@ -278,12 +281,15 @@ class Batch:
         )
         pending = torch.tensor([[slot.pending] for slot in slots], device=self.device)
 
-        if depth and self.head:
-            draft = self.head.draft(depth, lengths, noise, self.shaper, self.histories, draftsman)
+        if depth and self.drafter:
+            draft = self.drafter.draft(
+                depth, lengths, noise, self.shaper, self.histories, draftsman
+            )
         else:
-            draft = _empty_draft(len(slots), self.device)
+            draft = Draft.empty(len(slots), self.device)
         depth = draft.tokens.shape[1]
-        depths = [min(own, depth) for own in depths]
+        drafted = draft.lengths or [depth] * len(slots)
+        depths = [min(own, count) for own, count in zip(depths, drafted, strict=True)]
 
         span = Span.after(lengths, depth + 1, self.device)
         output = self.trunk.forward(
@@ -301,10 +307,10 @@ class Batch:
         probability = verdict.probability.tolist()
         void = None if p.void is None else p.void.tolist()
         logprobs = self._logprobs(output, following)
-        if self.head and depth:
-            self.head.refill(output, following, span, accepted)
-        elif self.head:
-            self.head.postpone(output, following, span)
+        if self.drafter and depth:
+            self.drafter.refill(output, following, span, accepted)
+        elif self.drafter:
+            self.drafter.postpone(output, following, span)
 
         # Only the cycle's own time: what a stream's reader does between cycles is not decoding.
         ended = time.perf_counter()
@@ -322,6 +328,8 @@ class Batch:
                 raise MtplxError(self._nothing_left(b))
             emitted[b] = slot.take(tokens[b][:decided])
         self.histories.emit(emitted)
+        if self.drafter:
+            self.drafter.emit(emitted)
         bursts = []
         for b, (slot, new) in enumerate(zip(slots, emitted, strict=True)):
             if not new:
@@ -332,6 +340,8 @@ class Batch:
             kept = min(accepted[b], len(new))
             slot.length += len(new)
             slot.pending = new[-1]
+            if depths[b] and self.record:
+                self.record.count(kept > 0)
             slot.stats.record(depths[b], kept, len(new), probability[b], elapsed)
             stats = slot.stats.snapshot()
             own = logprobs[b][: len(new)] if b in logprobs else None
@@ -342,12 +352,21 @@ class Batch:
             self.pace.took(len(slots), depth, ended - paced, sum(map(len, emitted)))
         return bursts
 
+    def _given_up(self, slot: Slot) -> bool:
+        """Whether it is not to be drafted for any more, because nothing comes of it."""
+        if self.record is None or not self.record.given_up:
+            return False
+        request = slot.request
+        # A text that is wanted again, by a rule that depth shows in, is drafted for all the same.
+        again = request.sampling.seed is not None and request.verifier != "coupled"
+        return request.adaptive or not again
+
     def _draftsman(self, depths: Sequence[int]) -> Draftsman | None:
         """Who decides how far this cycle's draft goes; None where all depths are fixed."""
         trusts = [slot.trust if slot.request.adaptive else None for slot in self.slots]
-        if self.head is None or not any(trusts):
+        if self.drafter is None or not any(trusts):
             return None
-        return Draftsman(self.pace, trusts, depths)
+        return Draftsman(self.pace, trusts, depths, self.drafter.foreseen(depths))
 
     def _nothing_left(self, row: int) -> str:
         """What to say where a request's settings forbid all that could come next."""
@@ -401,11 +420,6 @@ class Batch:
         rows = torch.tensor(keep, device=self.device)
         self.cache.keep_rows(rows)
         self.shaper = self.shaper.keep_rows(keep)
-        if self.head:
-            self.head.keep_rows(rows)
+        if self.drafter:
+            self.drafter.keep_rows(rows)
         self.histories.keep_rows(keep)
-
-
-def _empty_draft(batch: int, device: torch.device) -> Draft:
-    tokens = torch.zeros(batch, 0, dtype=torch.int64, device=device)
-    return Draft(tokens, Distributions(torch.zeros(batch, 0, 1, device=device), None))

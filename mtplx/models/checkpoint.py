@@ -8,6 +8,7 @@ the network, and Python code inside a checkpoint never runs.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import importlib.util
 import json
@@ -15,10 +16,10 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -27,14 +28,15 @@ from safetensors import SafetensorError, safe_open
 
 from mtplx.errors import MtplxError
 from mtplx.kernels import Kernels
-from mtplx.models import gguf, gguf_tokenizer, gguf_weights
+from mtplx.models import dequantise, gguf, gguf_families, gguf_tokenizer, gguf_weights
 from mtplx.models.blocks import Bits
 from mtplx.models.eagle3_original import is_head
+from mtplx.models.families import family_of
 from mtplx.models.head_files import PICKLED
 from mtplx.models.rounding import Report, Rounder
 
-# As in `gguf`: transformers is imported where it is needed, so that a mistyped path does not
-# take seconds to say so.
+# As in `gguf_families`: transformers is imported where it is needed, so that a mistyped path does
+# not take seconds to say so.
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -358,6 +360,53 @@ def weight_files(directory: Path) -> list[Path]:
         ) from error
 
 
+@contextmanager
+def plain_tensors(checkpoint: Checkpoint) -> Iterator[Mapping[str, Any]]:
+    """The tensors of a directory's weight files by name, as slices that are read when asked for.
+
+    Those that are quantised in a way known to `dequantise` have become plain ones.
+
+    Raises:
+        MtplxError: parts of a quantised one are missing or left over.
+    """
+    with _slices(checkpoint) as found:
+        yield made_plain(checkpoint, found)
+
+
+def made_plain(checkpoint: Checkpoint, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The same of a directory's tensors at hand: slices, or what their headers say of them."""
+    if not is_dequantised(checkpoint, tensors):
+        return tensors
+    return dequantise.plain(tensors, _quantisation(checkpoint), checkpoint.path)
+
+
+def is_dequantised(checkpoint: Checkpoint, tensors: Mapping[str, Any] | None = None) -> bool:
+    """Whether `made_plain` makes plain tensors of quantised ones.
+
+    Args:
+        checkpoint: a directory.
+        tensors: its own; None for those of its weight files.
+    """
+    if tensors is None:
+        with _slices(checkpoint) as found:
+            return is_dequantised(checkpoint, found)
+    return dequantise.is_read(_quantisation(checkpoint), tensors.values())
+
+
+def _quantisation(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    return dequantise.settings_of(_read_json(checkpoint.path / "config.json"))
+
+
+@contextmanager
+def _slices(checkpoint: Checkpoint) -> Iterator[dict[str, Any]]:
+    with ExitStack() as stack:
+        found: dict[str, Any] = {}
+        for file in weight_files(checkpoint.path):
+            opened = stack.enter_context(safe_open(file, framework="pt"))
+            found |= {name: opened.get_slice(name) for name in list(opened.keys())}
+        yield found
+
+
 def _refuse_lfs_pointer(path: Path) -> None:
     with path.open("rb") as stream:
         if stream.read(len(_LFS_POINTER)) == _LFS_POINTER:
@@ -381,6 +430,10 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 # --- loading ---------------------------------------------------------------------------------
 
+_NAMESAKES = {"mimo": "qwen2"}
+"""Model types that transformers does not have, and those of its own that they are under another
+name, tensor for tensor and setting for setting."""
+
 
 def load_config(checkpoint: Checkpoint) -> PreTrainedConfig:
     """The checkpoint's transformers config, of a class that transformers itself has.
@@ -393,9 +446,13 @@ def load_config(checkpoint: Checkpoint) -> PreTrainedConfig:
 
     with reported(checkpoint):
         if checkpoint.is_gguf:
-            return gguf.load_config(checkpoint.gguf_file)
+            return gguf_families.load_config(checkpoint.gguf_file)
         declared = _read_json(checkpoint.path / "config.json")
         model_type = declared.get("model_type")
+        if namesake := _NAMESAKES.get(str(model_type)):
+            # What names a class is left out: it would be another one.
+            shared = declared.keys() - {"model_type", "architectures", "auto_map"}
+            return CONFIG_MAPPING[namesake].from_dict({key: declared[key] for key in shared})
         if model_type not in CONFIG_MAPPING:
             raise MtplxError(
                 f"{checkpoint.name}: transformers {version} has no model type {model_type!r}"
@@ -423,10 +480,22 @@ def load_outline(checkpoint: Checkpoint) -> PreTrainedModel:
 
 
 def _causal_config(checkpoint: Checkpoint) -> PreTrainedConfig:
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        AutoModelForCausalLM,
+    )
 
     config = load_config(checkpoint)
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    kind = type(config)
+    # Of some that have MTP layers, transformers has the text with the images only.
+    of_images = kind not in MODEL_FOR_CAUSAL_LM_MAPPING and (
+        kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    )
+    if of_images and family_of(config.get_text_config().model_type):
+        model = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[kind]
+        AutoModelForCausalLM.register(kind, model, exist_ok=True)
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise MtplxError(
             f"{checkpoint.name}: a {config.model_type} model is no causal language model"
         )
@@ -438,28 +507,64 @@ def load_model(
 ) -> PreTrainedModel:
     """The trunk in eval mode on `device`, weights in `dtype`, without gradients.
 
+    Quantised weights become plain ones, except on a GPU for which transformers has kernels that
+    compute with them as they are.
+
     Raises `MtplxError` where transformers has no causal language model for it or the weights do
     not fit the config; a missing weight does not.
     """
-    from transformers import AutoModelForCausalLM
-
     config = _causal_config(checkpoint)
     with reported(checkpoint):
         if checkpoint.is_gguf:
             model = gguf_weights.load_model(checkpoint.gguf_file, dtype)
         else:
-            model, report = AutoModelForCausalLM.from_pretrained(
-                checkpoint.path,
-                config=config,
-                dtype=dtype,
-                local_files_only=True,
-                trust_remote_code=False,
-                use_safetensors=True,
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-            )
+            with _loader(checkpoint, config, torch.device(device)) as from_pretrained:
+                model, report = from_pretrained(
+                    dtype=dtype,
+                    local_files_only=True,
+                    trust_remote_code=False,
+                    use_safetensors=True,
+                    ignore_mismatched_sizes=True,
+                    output_loading_info=True,
+                )
             gguf_weights.require_fit(checkpoint.path, report)
         return model.to(device).eval().requires_grad_(False)
+
+
+@contextmanager
+def _loader(
+    checkpoint: Checkpoint, config: PreTrainedConfig, device: torch.device
+) -> Iterator[Callable[..., Any]]:
+    """transformers' `from_pretrained` for the checkpoint's class, its weights and their config."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+
+    if not is_dequantised(checkpoint) or _computes_quantised(config, device):
+        yield partial(AutoModelForCausalLM.from_pretrained, checkpoint.path, config=config)
+        return
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    for part in (config, text):
+        vars(part).pop("quantization_config", None)
+    # The language model of one of text and images, as the class that finds it does.
+    config = text if isinstance(text, kind.config_class) else config
+    with plain_tensors(checkpoint) as tensors:
+        yield partial(kind.from_pretrained, None, config=config, state_dict=dict(tensors))
+
+
+def _computes_quantised(config: PreTrainedConfig, device: torch.device) -> bool:
+    """Whether transformers computes on the device with weights as the checkpoint has them."""
+    from transformers.quantizers.auto import get_hf_quantizer
+
+    # On a CPU it would only unpack them, at every pass or once, where it can at all.
+    if device.type != "cuda":
+        return False
+    try:
+        quantizer, *_ = get_hf_quantizer(copy.deepcopy(config), None, {"": device}, True, {})
+    # Whatever it raises where a package or a newer GPU is wanted.
+    except (ImportError, RuntimeError, ValueError):
+        return False
+    return quantizer is not None and not getattr(quantizer.quantization_config, "dequantize", False)
 
 
 Quantize = Literal["int8", "int4", "file", "none"]
@@ -475,8 +580,8 @@ def load_rounded(
     """The trunk in eval mode on the CPU with its linear layers in the kernels' hands.
 
     The output head is kept in bfloat16, or in the file's own blocks; all that is no linear layer in
-    the checkpoint's own type, or float32 from a GGUF file. Layers are rounded as they are read,
-    where the checkpoint is not quantised already.
+    the checkpoint's own type, or float32 where that is quantised. Layers are rounded as they are
+    read.
 
     Args:
         checkpoint: whose weights they are.
@@ -517,7 +622,7 @@ def load_rounded(
 def _load_layers(checkpoint: Checkpoint, rounder: Rounder) -> PreTrainedModel:
     """The trunk of a checkpoint of transformers' own kinds, its layers taken while they are read.
 
-    Those of a quantised one, and of a GGUF file, are left for later.
+    Those of one in a format that only transformers reads, and of a GGUF file, are left for later.
     """
     config = _causal_config(checkpoint)
     # In the checkpoint's own type, so that weights are rounded once; a GGUF file's would take twice
@@ -526,13 +631,14 @@ def _load_layers(checkpoint: Checkpoint, rounder: Rounder) -> PreTrainedModel:
         return load_model(checkpoint, torch.bfloat16)
     text = config.get_text_config()
     dtype = config.dtype or text.dtype
-    if any(getattr(part, "quantization_config", None) for part in (config, text)):
+    if is_dequantised(checkpoint):
+        dtype = torch.float32
+    elif _quantisation(checkpoint):
         return load_model(checkpoint, dtype or torch.bfloat16)
     from mtplx.models import handing_over
 
-    model, report = handing_over.from_pretrained(
-        checkpoint.path, config, dtype or "auto", rounder.take
-    )
+    with _loader(checkpoint, config, torch.device("cpu")) as from_pretrained:
+        model, report = handing_over.from_pretrained(from_pretrained, dtype or "auto", rounder.take)
     gguf_weights.require_fit(checkpoint.path, report)
     return model
 

@@ -216,7 +216,7 @@ def _attention(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attention in the interface of transformers; [B, T, heads, D] and no weights."""
-    for name in ("s_aux", "position_bias"):
+    for name in ("s_aux", "position_bias", "indices"):
         if others.get(name) is not None:
             raise NotImplementedError(name)
     if attention_mask is None:

@@ -1,10 +1,8 @@
-"""GGUF files: the container, and the config of the model in it.
+"""GGUF files: the container, and how the model in it wants to be run.
 
 The container is read here: `gguf.GGUFReader` wraps each of a vocabulary's 100,000 strings in an
 array of its own and needs seconds for it, while a walk over the header takes a tenth of one. The
 block formats are the `gguf` package's. Format: "GGUF" in the ggml repository, docs/gguf.md.
-
-Architectures that have no entry in the table below go through transformers' own GGUF loader.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from dataclasses import dataclass
 from math import gcd, prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import gguf
 import numpy as np
@@ -26,12 +24,6 @@ import torch
 from gguf import GGMLQuantizationType, GGUFValueType
 
 from mtplx.errors import MtplxError
-
-# transformers takes seconds to import, so the functions that need it import it: a damaged file is
-# reported before that.
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
-
 
 # --- the container ---------------------------------------------------------------------------
 
@@ -199,97 +191,7 @@ def _tensors(
         yield name, GgufTensor(shape, kind, raw.reshape(byte_shape))
 
 
-# --- the model -------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Family:
-    """How one of llama.cpp's architectures maps to a transformers model.
-
-    `interleaved`: the file's q and k rows are reordered so that a rotary pair is two neighbours,
-    as llama.cpp's original rope wants it. transformers rotates row i with row i + head_dim / 2.
-    """
-
-    model_type: str
-    interleaved: bool
-
-
-FAMILIES = {
-    "llama": _Family("llama", interleaved=True),
-    "qwen2": _Family("qwen2", interleaved=False),
-    "qwen3": _Family("qwen3", interleaved=False),
-}
-
-MODULES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
-LAYER_MODULES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-ROPE_FACTORS = "rope_freqs.weight"
-
-
-def load_config(file: GgufFile) -> PreTrainedConfig:
-    """The transformers config that the file's metadata describes."""
-    from transformers import CONFIG_MAPPING, AutoConfig
-
-    family = FAMILIES.get(file.architecture)
-    if family is None:
-        with by_itself(file) as place:
-            return AutoConfig.from_pretrained(**place)
-
-    def value(key: str) -> Any:
-        number = file[f"{file.architecture}.{key}"]
-        if isinstance(number, list):
-            raise MtplxError(
-                f"{file.path}: {key} differs from layer to layer, which no {family.model_type} "
-                "model in transformers has: use its Hugging Face checkpoint"
-            )
-        return number
-
-    def optional(key: str, default: Any) -> Any:
-        return value(key) if f"{file.architecture}.{key}" in file.metadata else default
-
-    heads = value("attention.head_count")
-    head_dim = optional("attention.key_length", value("embedding_length") // heads)
-    if (rotated := optional("rope.dimension_count", head_dim)) != head_dim:
-        raise MtplxError(
-            f"{file.path}: rotates {rotated} of {head_dim} dimensions of a head, which no "
-            f"{family.model_type} model in transformers does: use its Hugging Face checkpoint"
-        )
-    if (embedding := file.tensors.get("token_embd.weight")) is None:
-        raise MtplxError(f"{file.path}: the GGUF file lacks the tensor 'token_embd.weight'")
-    # In transformers only llama's config knows the switch; qwen2 always has biases.
-    biases = {"attention_bias": True} if _has_llama_biases(file) else {}
-    return CONFIG_MAPPING[family.model_type](
-        vocab_size=embedding.shape[0],
-        hidden_size=value("embedding_length"),
-        intermediate_size=value("feed_forward_length"),
-        num_hidden_layers=value("block_count"),
-        num_attention_heads=heads,
-        num_key_value_heads=optional("attention.head_count_kv", heads),
-        head_dim=head_dim,
-        max_position_embeddings=value("context_length"),
-        rms_norm_eps=value("attention.layer_norm_rms_epsilon"),
-        rope_parameters=_rope_parameters(file, head_dim),
-        tie_word_embeddings="output.weight" not in file.tensors,
-        bos_token_id=file.metadata.get("tokenizer.ggml.bos_token_id"),
-        eos_token_id=file.metadata.get("tokenizer.ggml.eos_token_id"),
-        pad_token_id=file.metadata.get("tokenizer.ggml.padding_token_id"),
-        **biases,
-    )
+# --- for transformers ------------------------------------------------------------------------
 
 
 @contextmanager
@@ -311,66 +213,6 @@ def by_itself(file: GgufFile) -> Iterator[dict[str, Any]]:
             "local_files_only": True,
             "trust_remote_code": False,
         }
-
-
-def _has_llama_biases(file: GgufFile) -> bool:
-    return file.architecture == "llama" and "blk.0.attn_q.bias" in file.tensors
-
-
-def _rope_parameters(file: GgufFile, head_dim: int) -> dict[str, Any]:
-    """The rotary settings, as transformers spells them."""
-    prefix = f"{file.architecture}.rope"
-    theta = file.metadata.get(f"{prefix}.freq_base", 10000.0)
-    kind = file.metadata.get(f"{prefix}.scaling.type", "none")
-    if ROPE_FACTORS in file.tensors:
-        return _llama3_rope(file, head_dim, theta)
-    if kind == "none":
-        return {"rope_type": "default", "rope_theta": theta}
-    if kind == "linear":
-        return {
-            "rope_type": "linear",
-            "rope_theta": theta,
-            "factor": file[f"{prefix}.scaling.factor"],
-        }
-    raise MtplxError(
-        f"{file.path}: rope scaling of type {kind!r} is not read from GGUF files: "
-        "use the model's Hugging Face checkpoint"
-    )
-
-
-def _llama3_rope(file: GgufFile, head_dim: int, theta: float) -> dict[str, Any]:
-    """Llama 3.1's rotary scaling, found again from the factors that the file holds instead of it.
-
-    llama.cpp stores what each frequency is divided by, `[head_dim / 2]`. The settings behind them
-    are the published ones for every Llama 3 (frequencies 1 and 4, 8,192 positions) but for the
-    factor, which is the largest entry; they are taken only if they give the file's own numbers.
-    """
-    from transformers import LlamaConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    stored = file.tensors[ROPE_FACTORS].dequantize()
-    parameters = {
-        "rope_type": "llama3",
-        "rope_theta": theta,
-        "factor": float(stored.max()),
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
-    # The context length only keeps the config's own check quiet: the formula does not use it.
-    config = LlamaConfig(
-        head_dim=head_dim, rope_parameters=parameters, max_position_embeddings=8192 * 128
-    )
-    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
-    plain = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
-    if stored.shape != scaled.shape or not torch.allclose(
-        (plain / scaled).float(), stored, rtol=1e-4
-    ):
-        raise MtplxError(
-            f"{file.path}: its rope_freqs.weight are not Llama 3's rotary scaling: "
-            "use the model's Hugging Face checkpoint"
-        )
-    return parameters
 
 
 # --- how to run it ---------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import gguf
 from mtplx.errors import MtplxError
 from mtplx.models.gguf import GgufFile, by_itself
 
-# As in `gguf`: imported where it is needed.
+# As in `gguf_families`: imported where it is needed.
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -31,13 +31,14 @@ class _Splitter:
     nfc: bool = False
 
 
-def _words(numbers: str) -> str:
-    """The pattern that Llama 3 and Qwen2 share but for how many digits make a piece."""
+def _words(numbers: str, letters: str = r"\p{L}") -> str:
+    """The pattern that Llama 3 and Qwen share but for how many digits make a piece, and for what
+    counts as a letter."""
     return (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-        r"|[^\r\n\p{L}\p{N}]?\p{L}+"
+        rf"|[^\r\n\p{{L}}\p{{N}}]?[{letters}]+"
         rf"|{numbers}"
-        r"| ?[^\s\p{L}\p{N}]+[\r\n]*"
+        rf"| ?[^\s{letters}\p{{N}}]+[\r\n]*"
         r"|\s*[\r\n]+|\s+(?!\S)|\s+"
     )
 
@@ -46,6 +47,8 @@ _GPT2 = _Splitter()
 _GPT2_DIGITS = _Splitter(digits=True)
 _LLAMA3 = _Splitter(_words(r"\p{N}{1,3}"), whole_words=True)
 _QWEN2 = _Splitter(_words(r"\p{N}"), nfc=True)
+_QWEN35 = _Splitter(_words(r"\p{N}", r"\p{L}\p{M}"), nfc=True)
+_GLM4 = _Splitter(_words(r"\p{N}{1,3}"))
 
 _SPLITTERS = {
     "gpt-2": _GPT2,
@@ -55,6 +58,9 @@ _SPLITTERS = {
     "llama-bpe": _LLAMA3,
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
+    "qwen35": _QWEN35,
+    "chatglm-bpe": _GLM4,
+    "glm4": _GLM4,
 }
 
 _CONTROL, _USER_DEFINED = gguf.TokenType.CONTROL, gguf.TokenType.USER_DEFINED

@@ -13,59 +13,87 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from mtplx.errors import MtplxError
-from mtplx.models.blocks import Blocks, from_gguf
-from mtplx.models.gguf import (
+from mtplx.models.blocks import Bits, Blocks, from_gguf, kept_bits
+from mtplx.models.gguf import GgufFile, GgufTensor, by_itself
+from mtplx.models.gguf_families import (
     FAMILIES,
-    LAYER_MODULES,
-    MODULES,
     ROPE_FACTORS,
-    GgufFile,
-    GgufTensor,
-    by_itself,
+    Change,
     load_config,
+    promised_layers,
+    trunk_layers,
 )
 from mtplx.models.linear import linear_layers
 from mtplx.models.rounding import Take
 
-# As in `gguf`: imported where it is needed.
+# As in `gguf_families`: imported where it is needed.
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
 class _Stored:
-    """A weight in the file, rows to be brought into transformers' order when it is read.
+    """A published weight as the file has it: one tensor or several, rows behind rows.
 
-    `heads`: whose rows lie in pairs; None where they lie as transformers has them.
+    `change` says how its values are brought back to the published ones, with the trunk's `config`.
     """
 
-    tensor: GgufTensor
-    heads: int | None
-    where: str
+    tensors: Mapping[str, GgufTensor]
+    change: Change | None
+    config: Any
+    path: Path
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.tensor.shape
+        """Of the published weight."""
+        pieces = [torch.empty(part.shape, device="meta") for part in self.tensors.values()]
+        return tuple(self._published(pieces).shape)
 
-    def values(self) -> torch.Tensor:
+    def values(self) -> Tensor:
         """In float32."""
+        return self._published([self._read(name) for name in self.tensors])
+
+    def _published(self, pieces: list[Tensor]) -> Tensor:
         try:
-            values = self.tensor.dequantize()
+            values = torch.cat(pieces, -2) if len(pieces) > 1 else pieces[0]
+            return values if self.change is None else self.change.undo(values, self.config)
+        except RuntimeError:
+            listed = ", ".join(f"{name} {list(part.shape)}" for name, part in self.tensors.items())
+            raise MtplxError(
+                f"{self.path}: {listed}: not the shape that its metadata says: "
+                "download the model again"
+            ) from None
+
+    def _read(self, name: str) -> Tensor:
+        tensor = self.tensors[name]
+        try:
+            return tensor.dequantize()
         except NotImplementedError:
             raise MtplxError(
-                f"{self.where} is of type {self.tensor.kind.name}, which is not decoded here: "
+                f"{self.path}: {name} is of type {tensor.kind.name}, which is not decoded here: "
                 "use the model in another quantisation"
             ) from None
-        return values if self.heads is None else _halves(values, self.heads)
 
     def blocks(self) -> Blocks | None:
         """As they lie in the file; None for other types than the kernels have."""
-        blocks = from_gguf(self.tensor.data, self.tensor.kind.name, self.tensor.shape)
-        if blocks is None or self.heads is None:
+        if len(self.tensors) > 1 or (self.change and not self.change.rows):
+            return None
+        (tensor,) = self.tensors.values()
+        blocks = from_gguf(tensor.data, tensor.kind.name, tensor.shape)
+        if blocks is None or self.change is None:
             return blocks
-        return blocks.rows(_halves(torch.arange(len(blocks.numbers)), self.heads))
+        return blocks.rows(self.change.undo(torch.arange(len(blocks.numbers)), self.config))
+
+    @property
+    def bits(self) -> Bits | None:
+        """Of a number in these blocks, likewise."""
+        if len(self.tensors) > 1 or (self.change and not self.change.rows):
+            return None
+        (tensor,) = self.tensors.values()
+        return kept_bits(tensor.kind.name)
 
 
 def load_model(file: GgufFile, dtype: torch.dtype) -> PreTrainedModel:
@@ -79,11 +107,10 @@ def load_model(file: GgufFile, dtype: torch.dtype) -> PreTrainedModel:
     config = load_config(file)
     if file.architecture not in FAMILIES:
         return _load_through_transformers(file, dtype)
-    weights = {name: part.values().to(dtype) for name, part in _weights(file, config).items()}
     model, report = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
         None,
         config=config,
-        state_dict=weights,
+        state_dict=_rounded(_weights(file, config), config, dtype),
         dtype=dtype,
         ignore_mismatched_sizes=True,
         output_loading_info=True,
@@ -93,21 +120,57 @@ def load_model(file: GgufFile, dtype: torch.dtype) -> PreTrainedModel:
     return model
 
 
+def mtp_weights(
+    file: GgufFile, config: Any, dtype: torch.dtype, meta: bool = False
+) -> dict[str, Tensor]:
+    """The weights of the MTP layers by their published names, dequantised and rounded to `dtype`.
+
+    Args:
+        file: of a family that is read here.
+        config: the trunk's.
+        dtype: of all but what the family computes in float32.
+        meta: whether to leave them unread, on the meta device.
+    Raises `MtplxError` for a tensor that the family does not have.
+    """
+    weights = _weights(file, config, mtp=True)
+    if meta:
+        return {
+            name: torch.empty(part.shape, dtype=dtype, device="meta")
+            for name, part in weights.items()
+        }
+    return _rounded(weights, config, dtype)
+
+
+def _rounded(weights: Mapping[str, _Stored], config: Any, dtype: torch.dtype) -> dict[str, Tensor]:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    exact = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._keep_in_fp32_modules_strict or ()
+    return {
+        name: part.values().to(torch.float32 if any(x in name for x in exact) else dtype)
+        for name, part in weights.items()
+    }
+
+
 def knows(file: GgufFile) -> bool:
     """Whether the architecture is in the tables, as `load_layers` needs it."""
     return file.architecture in FAMILIES
 
 
-def kinds(file: GgufFile, config: Any) -> dict[str, str]:
-    """The types of a file's tensors, by transformers' names, the output head's too where it is the
-    embedding.
+def stored_bits(file: GgufFile, config: Any) -> dict[str, Bits | None]:
+    """Bits of the blocks that the kernels can take of a file's tensors, None for others; by
+    transformers' names, the output head's too where it is the embedding.
 
     Raises `MtplxError` where the file's tensors are not those of its architecture.
     """
-    found = {name: part.tensor.kind.name for name, part in _weights(file, config).items()}
+    found = {name: part.bits for name, part in _weights(file, config).items()}
     if config.tie_word_embeddings:
         found["lm_head.weight"] = found["model.embed_tokens.weight"]
     return found
+
+
+def output_copies(file: GgufFile) -> int:
+    """How many MTP layers come with an output head beside the trunk's."""
+    return sum(name.endswith(".nextn.shared_head_head.weight") for name in file.tensors)
 
 
 def load_layers(file: GgufFile, take: Take, as_stored: bool) -> PreTrainedModel:
@@ -128,8 +191,7 @@ def load_layers(file: GgufFile, take: Take, as_stored: bool) -> PreTrainedModel:
     if config.tie_word_embeddings:
         # The output head is made of the embedding, which is looked up elsewhere.
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
-    shapes = {name: tuple(part.shape) for name, part in model.named_parameters()}
-    shapes["lm_head.weight"] = tuple(model.lm_head.weight.shape)
+    shapes = {name: tuple(part.shape) for name, part in model.state_dict().items()}
     missing = sorted(shapes.keys() - weights.keys())
     mismatched = [
         (name, weights[name].shape, shape)
@@ -180,36 +242,45 @@ def _refuse_leftovers(file: GgufFile, names: Collection[str]) -> None:
         )
 
 
-def _weights(file: GgufFile, config: Any) -> dict[str, _Stored]:
-    """The weights by transformers' names, none of them read."""
-    family = FAMILIES[file.architecture]
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-    found = {}
-    for name, tensor in file.tensors.items():
+def _weights(file: GgufFile, config: Any, mtp: bool = False) -> dict[str, _Stored]:
+    """The weights of the trunk, or of its MTP layers, by published names, none of them read."""
+    family, layers = FAMILIES[file.architecture], trunk_layers(file)
+    if promised_layers(file) and not any(name.startswith("blk.0.") for name in file.tensors):
+        raise MtplxError(
+            f"{file.path}: holds MTP layers without the model they draft for: give a file that "
+            "holds both"
+        )
+    found: dict[str, dict[str, str]] = {}
+    for name in file.tensors:
         if name == ROPE_FACTORS:  # in the config already
             continue
-        paired = heads.get(name.split(".")[-2]) if family.interleaved else None
-        found[_transformers_name(name, file)] = _Stored(tensor, paired, f"{file.path}: {name}")
-    return found
+        if mtp != (family.mtp is not None and _is_behind(name, layers)):
+            continue
+        published = family.place(name, layers)
+        if published is None:
+            raise MtplxError(
+                f"{file.path}: the tensor {name!r} is not part of a {file.architecture} model as "
+                "it is read from GGUF files: use the model's Hugging Face checkpoint"
+            )
+        # By the name in its block: what several MTP layers share is written into each of theirs.
+        found.setdefault(published, {})[name.split(".", 2)[-1]] = name
+    return {
+        published: _Stored(
+            {name: file.tensors[name] for _, name in sorted(names.items())},
+            family.change(published),
+            config,
+            file.path,
+        )
+        for published, names in found.items()
+    }
 
 
-def _transformers_name(name: str, file: GgufFile) -> str:
-    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`."""
+def _is_behind(name: str, layers: int) -> bool:
+    """Whether a tensor lies in a block behind those of the trunk."""
     match name.split("."):
-        case [module, leaf] if module in MODULES:
-            return f"{MODULES[module]}.{leaf}"
-        case ["blk", index, module, leaf] if module in LAYER_MODULES:
-            return f"model.layers.{index}.{LAYER_MODULES[module]}.{leaf}"
-    raise MtplxError(
-        f"{file.path}: the tensor {name!r} is not part of a dense {file.architecture} model, "
-        "the only kind read from GGUF files: use the model's Hugging Face checkpoint"
-    )
-
-
-def _halves(rows: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rows `[heads * head_dim, ...]` from pairs side by side to the two halves of each head."""
-    pairs = rows.view(heads, -1, 2, *rows.shape[1:])
-    return pairs.transpose(1, 2).reshape(rows.shape)
+        case ["blk", index, *_] if index.isdecimal():
+            return int(index) >= layers
+    return False
 
 
 def _load_through_transformers(file: GgufFile, dtype: torch.dtype) -> PreTrainedModel:

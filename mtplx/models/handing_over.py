@@ -7,15 +7,18 @@ something else is a quantiser; this one gives it away.
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.core_model_loading import ConversionOps
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import ConversionOps, convert_and_load_state_dict_in_model
+from transformers.modeling_utils import LoadStateDictConfig
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name
+from transformers.utils.loading_report import LoadStateDictInfo
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from mtplx.models.linear import KernelLinear
@@ -25,21 +28,18 @@ _METHOD = "mtplx"
 
 
 def from_pretrained(
-    directory: Path, config: PreTrainedConfig, dtype: Any, take: Take
+    load: Callable[..., Any], dtype: Any, take: Take
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """A causal language model on the CPU and what `output_loading_info` says.
 
     Args:
-        directory: of a checkpoint that is not quantised.
-        config: its own.
+        load: transformers' `from_pretrained`, with weights that are plain and their config.
         dtype: of all weights; `auto` for what the first of them has.
         take: given each linear layer but the output head, which may share its weight with the
             embedding and has it only when all is read.
     """
     given = _Given(take)
-    model, report = AutoModelForCausalLM.from_pretrained(
-        directory,
-        config=config,
+    model, report = load(
         dtype=dtype,
         quantization_config=given,
         local_files_only=True,
@@ -49,11 +49,47 @@ def from_pretrained(
         output_loading_info=True,
     )
     model.hf_quantizer.remove_quantization_config(model)
-    for module in model.modules():
-        if isinstance(module, KernelLinear):
-            vars(module).pop("weight", None)
+    _show(model)
     report["mismatched_keys"] = {*report["mismatched_keys"], *given.mismatched}
     return model, report
+
+
+def fill(
+    model: PreTrainedModel,
+    tensors: Mapping[str, Any],
+    like: PreTrainedModel,
+    dtype: torch.dtype,
+    take: Take | None = None,
+) -> LoadStateDictInfo:
+    """Put weights into a model on the meta device; says which are missing, left over or misshapen.
+
+    Args:
+        model: to be filled, where `like` is.
+        tensors: slices of plain tensors, by the model's names up to how they are put together.
+        like: a model of the same kind, which says that, and which weights stay wider.
+        dtype: of the others.
+        take: given each linear layer; None to leave them in the model.
+    """
+    # Those of a loaded model, as it keeps them; if it is quantised, they are about its own format.
+    conversions = getattr(like, "_weight_conversions", None)
+    if conversions is None or getattr(like, "hf_quantizer", None):
+        conversions = get_model_conversion_mapping(like)
+    given = None if take is None else _Given(take)
+    report, _ = convert_and_load_state_dict_in_model(
+        model=model,
+        state_dict=dict(tensors),
+        load_config=LoadStateDictConfig(
+            weight_mapping=conversions,
+            device_map={"": like.device},
+            dtype=dtype,
+            dtype_plan=like._get_dtype_plan(dtype),
+            hf_quantizer=None if given is None else _Quantizer(given, pre_quantized=False),
+        ),
+    )
+    if given is not None:
+        _show(model)
+        report.mismatched_keys |= set(given.mismatched)
+    return report
 
 
 @register_quantization_config(_METHOD)
@@ -133,3 +169,10 @@ def _hide(taken: Any) -> None:
     for part in (taken.weight, taken.bias):
         if part is not None:
             part._is_hf_initialized = True
+
+
+def _show(model: PreTrainedModel) -> None:
+    """Undo what `_hide` did."""
+    for module in model.modules():
+        if isinstance(module, KernelLinear):
+            vars(module).pop("weight", None)

@@ -24,11 +24,14 @@ _TORCH_NAMES = {
     "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2",
 }
+_STORED_NAMES = {ours: theirs for theirs, ours in _TORCH_NAMES.items()}
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of a weight file, by its header. A slice of it is a tensor on the meta device.
+    """One tensor of a weight file, by its header, with the methods of safetensors' slices.
+
+    A slice of it is a tensor on the meta device.
 
     Attributes:
         shape: rows first, as torch has it.
@@ -44,12 +47,19 @@ class StoredTensor:
     def parameters(self) -> int:
         return prod(self.shape)
 
+    def get_shape(self) -> list[int]:
+        return list(self.shape)
+
+    def get_dtype(self) -> str:
+        """As the file has it."""
+        return _STORED_NAMES.get(self.dtype, self.dtype.upper())
+
     def __getitem__(self, index: Any) -> Tensor:
         dtype = getattr(torch, self.dtype, torch.float32)
         return torch.empty(self.shape, dtype=dtype, device="meta")[index]
 
 
-def stored_tensors(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
+def tensor_headers(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
     """All tensors of a checkpoint by name.
 
     Those of weights that are still on the hub are told by requests for the files' first bytes

@@ -51,7 +51,10 @@ class KernelLinear(nn.Module):
 
     Attributes:
         data: the tiles of blocks, or the weight [N, K].
+        bits: of a number in blocks, else None.
     """
+
+    bits: Bits | None = None
 
     def __init__(
         self, library: Kernels, weight: Blocks | Tensor, bias: Tensor | None = None
@@ -68,6 +71,7 @@ class KernelLinear(nn.Module):
         self.library = library
         self.out_features, self.in_features = weight.shape
         if isinstance(weight, Blocks):
+            self.bits = weight.bits
             self._kind = kernels.FOUR_BITS if weight.bits == 4 else kernels.EIGHT_BITS
             self.data = tiles(weight)
         else:

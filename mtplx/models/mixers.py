@@ -15,7 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mtplx.models.recurrent import RecurrentSlots, decayed_sum, gated_delta_rule
+from mtplx.models.recurrent import (
+    RecurrentSlots,
+    decayed_sum,
+    gated_delta_rule,
+    rowwise_delta_rule,
+)
 from mtplx.models.slots import SlotCache
 
 Mixer = Callable[[Any, Tensor, RecurrentSlots], Tensor]
@@ -55,6 +60,27 @@ def gated_delta_net(module: Any, hidden: Tensor, slots: RecurrentSlots) -> Tenso
     result: Tensor = module.out_proj(
         module.norm(read, gate.reshape(-1, size)).view(batch, width, -1)
     )
+    return result
+
+
+def kimi_delta_attention(module: Any, hidden: Tensor, slots: RecurrentSlots) -> Tensor:
+    """The mixer of Ling 3 (Kimi Team, arXiv 2510.26692)."""
+    batch, width, _ = hidden.shape
+    mixed = torch.cat([module.q_proj(hidden), module.k_proj(hidden), module.v_proj(hidden)], -1)
+    mixed = _short_convolution(module, mixed, slots).float()
+    size = module.head_dim
+    queries, keys, values = (x.view(batch, width, -1, size) for x in mixed.chunk(3, -1))
+    read = slots.run(
+        rowwise_delta_rule,
+        (_unit(queries) * size**-0.5).transpose(1, 2),
+        _unit(keys).transpose(1, 2),
+        values.transpose(1, 2),
+        module.forget_gate(hidden).float().transpose(1, 2),
+        module.b_proj(hidden).sigmoid().float().transpose(1, 2),
+    )
+    read = read.transpose(1, 2).to(hidden.dtype)
+    gate = module.g_proj(hidden).view(batch, width, -1, size)
+    result: Tensor = module.o_proj(module.o_norm(read, gate).reshape(batch, width, -1))
     return result
 
 
@@ -102,6 +128,7 @@ _MIXERS: dict[str, Mixer] = {
     "Qwen3_5GatedDeltaNet": gated_delta_net,
     "Qwen3_5MoeGatedDeltaNet": gated_delta_net,
     "NemotronHMamba2Mixer": mamba2,
+    "BailingHybridDeltaAttention": kimi_delta_attention,
 }
 
 

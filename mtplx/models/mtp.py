@@ -32,6 +32,22 @@ class Joint(nn.Module):
         return joined
 
 
+class PlainBlock(nn.Module):
+    """A decoder layer as most are, made of parts of a trunk whose own is put together otherwise."""
+
+    def __init__(self, attention: nn.Module, mlp: nn.Module, norm: nn.Module) -> None:
+        super().__init__()
+        self.input_layernorm = copy.deepcopy(norm)
+        self.self_attn = attention
+        self.post_attention_layernorm = copy.deepcopy(norm)
+        self.mlp = mlp
+
+    def forward(self, x: Tensor, **inputs: Any) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), **inputs)[0]
+        result: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return result
+
+
 class MtpLayers(PreTrainedModel):  # type: ignore[misc]
     """The MTP layers of one checkpoint, without the embedding and the output head.
 
@@ -67,13 +83,22 @@ class MtpLayers(PreTrainedModel):  # type: ignore[misc]
         super().__init__(config)
         decoder = trunk.get_decoder()
         norm = getattr(decoder, "norm", None) or decoder.norm_f
-        kind = type(decoder.layers[-1])
+        last = decoder.layers[-1]
         with torch.device("meta"):
-            blank = copy.deepcopy(norm).to("meta")
+            # The trunk's may be kept in another type.
+            blank = copy.deepcopy(norm).to("meta", torch.get_default_dtype())
             self.joints = nn.ModuleList(
                 Joint(family, blank, config.hidden_size, bias) for _ in range(joints)
             )
-            self.blocks = nn.ModuleList(kind(config, layer) for layer in range(blocks))
+            if family.plain is None:
+                made = [type(last)(config, layer) for layer in range(blocks)]
+            else:
+                attention, mlp = map(type, family.plain(last))
+                made = [
+                    PlainBlock(attention(config, layer), mlp(config), blank)
+                    for layer in range(blocks)
+                ]
+            self.blocks = nn.ModuleList(made)
         self.count = 1 if family.in_one else blocks
         # Not a part of it: its weights, if it has any, are the trunk's.
         self._rotary = [getattr(decoder, "rotary_emb", None)]
@@ -87,7 +112,8 @@ class MtpLayers(PreTrainedModel):  # type: ignore[misc]
 
     def kind(self, layer: int) -> str:
         """What its decoder layer's attention looks at."""
-        kinds = getattr(self.config, "layer_types", None)
+        config = self.config
+        kinds = getattr(config, "mtp_layer_types", None) or getattr(config, "layer_types", None)
         return str(kinds[layer]) if kinds else "full_attention"
 
     def forward(

@@ -7,7 +7,7 @@ writes out, for each row its own number, and nothing is copied or run again
 (docs/architecture.md: rollback is arithmetic).
 
 A state is a matrix [K, V] for each head that keeps values under keys. Position i multiplies it by
-a decay and adds the product of a key and a value,
+a decay, one for all of it or one for each of its rows, and adds the product of a key and a value,
 
     S_i = exp(g_i) S_(i-1) + k_i v_i',
 
@@ -34,7 +34,7 @@ class Writes:
         keys: [B, H, T, K].
         values: [B, H, T, V].
         decay: the logarithm of what the state is multiplied by from the pass's beginning up to
-            each position, [B, H, T].
+            each position, [B, H, T, 1], or of what its rows are, [B, H, T, K].
     """
 
     keys: Tensor
@@ -43,15 +43,15 @@ class Writes:
 
     def onto(self, state: Tensor, counts: Tensor) -> Tensor:
         """The state [B, H, K, V] behind the first `counts` positions of each row, [B] int64."""
-        decay = torch.cat([torch.zeros_like(self.decay[..., :1]), self.decay], -1)
-        index = counts[:, None, None].expand(-1, decay.shape[1], 1)
+        decay = torch.cat([torch.zeros_like(self.decay[:, :, :1]), self.decay], 2)
+        index = counts[:, None, None, None].expand(-1, decay.shape[1], 1, decay.shape[3])
         whole = decay.gather(2, index)
         # Masked before the exponential: what comes behind has the larger decay.
         left = (whole - self.decay).clamp_max(0).exp()
-        positions = torch.arange(left.shape[2], device=left.device)
-        left = left.masked_fill(positions >= counts[:, None, None], 0)
-        added = (self.keys * left[..., None]).mT @ self.values
-        return state * whole[..., None].exp() + added
+        positions = torch.arange(left.shape[2], device=left.device)[:, None]
+        left = left.masked_fill(positions >= counts[:, None, None, None], 0)
+        added = (self.keys * left).mT @ self.values
+        return state * whole.mT.exp() + added
 
     def rows(self, index: Tensor) -> Writes:
         """Those of these rows."""
@@ -86,6 +86,29 @@ def gated_delta_rule(
         system = beta[..., None] * (keys @ keys.mT) * between
         rest = torch.linalg.solve_triangular(system, rest, upper=False, unitriangular=True)
     read = (queries @ state) * total[..., None].exp() + ((queries @ keys.mT) * between) @ rest
+    return read, Writes(keys, rest, total[..., None])
+
+
+def rowwise_delta_rule(
+    state: Tensor, queries: Tensor, keys: Tensor, values: Tensor, decay: Tensor, beta: Tensor
+) -> tuple[Tensor, Writes]:
+    """The gated delta rule with a decay for each row of the state: Kimi Delta Attention (Kimi Team,
+    arXiv 2510.26692).
+
+    Args:
+        state: before the first position, [B, H, K, V].
+        queries: [B, H, T, K].
+        keys: the same.
+        values: [B, H, T, V].
+        decay: logarithms g, [B, H, T, K].
+        beta: how much of the difference is written, [B, H, T].
+    """
+    total = decay.cumsum(2)
+    rest = beta[..., None] * (values - (keys * total.exp()) @ state)
+    if rest.shape[2] > 1:
+        system = beta[..., None] * _decayed_products(keys, keys, total)
+        rest = torch.linalg.solve_triangular(system, rest, upper=False, unitriangular=True)
+    read = (queries * total.exp()) @ state + _decayed_products(queries, keys, total) @ rest
     return read, Writes(keys, rest, total)
 
 
@@ -103,12 +126,23 @@ def decayed_sum(
     """
     total = decay.cumsum(-1)
     read = (queries @ state) * total[..., None].exp()
-    return read + ((queries @ keys.mT) * _between(total)) @ values, Writes(keys, values, total)
+    read = read + ((queries @ keys.mT) * _between(total)) @ values
+    return read, Writes(keys, values, total[..., None])
 
 
 def _between(total: Tensor) -> Tensor:
     """The decay from each position j to each i behind it, [B, H, i, j]; 0 where j is behind i."""
     return (total[..., :, None] - total[..., None, :]).tril().exp().tril()
+
+
+def _decayed_products(left: Tensor, right: Tensor, total: Tensor) -> Tensor:
+    """Of each i with each j up to it, [B, H, i, j], where each row decays by itself in between."""
+    ahead = torch.ones(total.shape[2], total.shape[2], dtype=torch.bool, device=total.device).triu(
+        1
+    )
+    between = total[..., :, None, :] - total[..., None, :, :]
+    between = between.masked_fill(ahead[..., None], -torch.inf).exp()
+    return torch.einsum("bhik,bhjk,bhijk->bhij", left, right, between)
 
 
 class RecurrentSlots:
@@ -164,14 +198,14 @@ class RecurrentSlots:
         if self.state is None:
             self.state = values.new_zeros(*keys.shape[:2], keys.shape[3], values.shape[3])
         state, read, writes = self.state, [], []
-        passed = torch.zeros_like(keys[:, :, :1, 0])
+        passed = torch.zeros_like(keys[:, :, :1, :1])
         for start in range(0, keys.shape[2], CHUNK):
             some, wrote = rule(state, *(x[:, :, start : start + CHUNK] for x in inputs))
             read.append(some)
             writes.append(Writes(wrote.keys, wrote.values, wrote.decay + passed))
             if start + CHUNK < keys.shape[2]:
                 state = wrote.onto(state, torch.full_like(keys[:, 0, 0, 0], CHUNK).long())
-                passed = writes[-1].decay[..., -1:]
+                passed = writes[-1].decay[:, :, -1:]
         self._writes = Writes(
             torch.cat([part.keys for part in writes], 2),
             torch.cat([part.values for part in writes], 2),

@@ -5,6 +5,7 @@ One layer after another, so that a model need not fit into memory as it was befo
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -73,6 +74,27 @@ class Rounder:
         """Those that a model still has."""
         for name, layer in linear_layers(model):
             self.take(model, name, layer.weight, layer.bias)
+
+
+def rounded(weight: Tensor, bits: Bits) -> Tensor | Blocks:
+    """A weight [N, K] in blocks, or as it is where it cannot be cut into them."""
+    try:
+        return blocks.quantize(weight, bits)
+    except ValueError:
+        return weight
+
+
+def kept_in(model: Any) -> tuple[Kernels, Bits] | None:
+    """The kernels that have a model's linear layers, and in how many bits; None for whole weights.
+
+    The most frequent number of bits, where a file has several.
+    """
+    few = Counter(
+        (part.library, part.bits)
+        for part in model.modules()
+        if isinstance(part, KernelLinear) and part.bits
+    )
+    return few.most_common(1)[0][0] if few else None
 
 
 def left_out(model: Any) -> float:

@@ -169,6 +169,12 @@ class SlotCache(Cache):  # type: ignore[misc]
         layer = self.slots.setdefault(layer_idx, KVSlots(self.capacity))
         return layer.update(key_states, value_states, self.span)
 
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        """Of sparse attention, the keys [B, T, D] that pick those which a query looks at."""
+        keys = indexer_key_states[:, None]
+        # A layer of slots like any other, of one head and no values, counted from -1 down.
+        return self.update(keys, keys[..., :0], ~layer_idx)[0][:, 0]
+
     def keep_rows(self, rows: Tensor) -> None:
         """Have these slots in this order, [N] int64, and no others; one may come several times."""
         for layer in self.slots.values():

@@ -193,6 +193,9 @@ class Trunk:
         return TrunkOutput(hidden, aux, output.logits if with_logits else None)
 
 
+_FULL = frozenset({"full_attention", "indexed_attention"})
+"""Kinds of layers that may look at any position before; the second picks some of them itself."""
+
 _RECURRENT = frozenset({"linear_attention"})
 _BLIND = frozenset({"moe", "mlp"})
 """Kinds of layers that look at no other position."""
@@ -216,14 +219,14 @@ def _windows(config: Any) -> dict[str, tuple[Callable[[Span, int], Tensor], int]
 def _context(model: Any, config: Any, recurrent: bool) -> int:
     """Positions the trunk can hold here; refuses what slots cannot roll back yet."""
     kinds = set(getattr(config, "layer_types", None) or ())
-    unknown = kinds - {"full_attention", *_LIMITED, *_BLIND}
+    unknown = kinds - {*_FULL, *_LIMITED, *_BLIND}
     if recurrent:
         unknown -= _RECURRENT
     if unknown or (model._is_stateful and not recurrent):
         raise MtplxError(
             f"model type {config.model_type!r} has layers of kind "
             f"{', '.join(sorted(unknown)) or 'recurrent'} that cannot be run yet; those of "
-            "Qwen3-Next, Qwen3.5 and Nemotron-H can"
+            "Qwen3-Next, Qwen3.5, Nemotron-H and Ling 3 can"
         )
     context = int(getattr(config, "max_position_embeddings", None) or 2048)
     # These frequencies change for all of a text, and all of a batch, once one position passes

@@ -150,3 +150,12 @@ def test_what_is_missing_is_told_in_a_line(run, tiny, few, monkeypatch):
     assert code == 1 and err.count("\n") == 1 and "needs transformers: pip install" in err
     code, _, err = run(*model, "--depths", "0", "--max-tokens", "600")
     assert code == 1 and "no prompt leaves room" in err
+
+
+def test_other_drafters_are_measured_too(run, tiny, few, tmp_path):
+    file = tmp_path / "bench.json"
+    code, _, err = run(
+        *tiny[:2], "--depths", "0,1", "--drafter", "ngram", "--threads", 1, "--json", file
+    )
+    assert code == 0, err
+    assert json.loads(file.read_text())["settings"]["drafter"] == "ngram"

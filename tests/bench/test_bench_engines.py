@@ -76,7 +76,7 @@ def test_a_cycle_reads_all_but_the_embedding_and_the_head_once_a_step():
     assert traffic.model_bytes(trunk.model) == weights
     step = 4 * sum(p.numel() for p in head.head.parameters())
     assert traffic.head_bytes(head) == step
-    llm = SimpleNamespace(trunk=trunk, head=head)
+    llm = SimpleNamespace(trunk=trunk, head=head, drafter=head)
     # 2 layers of 2 heads of 4 numbers, keys and values.
     token = 2 * 2 * 2 * 4 * 4
     assert OwnEngine(llm, 3, "block", "").cycle_bytes(10) == weights + 3 * step + 10 * token
@@ -208,7 +208,7 @@ def llama_cpp(monkeypatch):
     config = SimpleNamespace(
         num_hidden_layers=2, num_key_value_heads=2, num_attention_heads=4, hidden_size=16
     )
-    monkeypatch.setattr(ours.gguf, "load_config", lambda file: config)
+    monkeypatch.setattr(ours.gguf_families, "load_config", lambda file: config)
     monkeypatch.setattr(ours.gguf, "read_gguf", lambda path: path)
     yield module
     sys.modules.pop("mtplx.bench.llamacpp", None)

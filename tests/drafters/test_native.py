@@ -287,15 +287,6 @@ def test_the_files_say_how_many_layers_there_are(tmp_path, promised, named):
     assert notes == (f"config.json {named}, and the weight files hold 2: what they hold drafts",)
 
 
-def test_a_quantised_layer_is_left_alone_with_a_note(tmp_path, directory, loaded):
-    tiny_native.write(
-        tmp_path, "deepseek_v3", config={"quantization_config": {"quant_method": "fp8"}}
-    )
-    # The trunk's weights do not matter for the answer; these are not quantised.
-    head, notes = load_native_head(Checkpoint("tiny", tmp_path), loaded[0])
-    assert head is None and "quantised" in notes[0]
-
-
 def drop(name, tensors):
     del tensors[name]
 

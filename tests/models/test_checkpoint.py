@@ -319,7 +319,7 @@ def test_a_weight_that_is_not_in_the_file(whole):
         ({"num_attention_heads": 5}, "not a multiple of the number of attention heads"),
         ({"hidden_act": "no such function"}, "KeyError 'no such function'"),
         ({"rope_parameters": {"rope_type": "unheard of"}}, "KeyError 'unheard of'"),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "pip install optimum"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "hqq"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

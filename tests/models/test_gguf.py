@@ -29,7 +29,7 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import (
 
 from mtplx import kernels
 from mtplx.errors import MtplxError
-from mtplx.models import checkpoint, gguf, gguf_weights
+from mtplx.models import checkpoint, gguf, gguf_families
 from mtplx.models.blocks import from_gguf
 from mtplx.models.blocks import quantize as quantized
 from mtplx.models.fused import FusedTrunk, misfit
@@ -223,7 +223,7 @@ def test_llama_with_biases(tmp_path):
 def test_logits_tell_whether_the_rows_of_q_and_k_are_in_order(tmp_path, monkeypatch):
     original = tiny()
     file = write(tmp_path / "m.gguf", original)
-    monkeypatch.setattr(gguf_weights, "_halves", lambda rows, heads: rows)
+    monkeypatch.setattr(gguf_families, "_halves", lambda rows, heads: rows)
     assert not same_logits(load_model(file, torch.float32), original)
 
 
@@ -335,7 +335,7 @@ needs_kernels = pytest.mark.skipif(kernels.find() is None, reason="the kernels a
         ({"skip": ("token_embd.weight",)}, "lacks the tensor 'token_embd.weight'"),
         (
             {"extra": {"blk.0.ffn_gate_exps.weight": np.zeros((2, 64), np.float32)}},
-            "'blk.0.ffn_gate_exps.weight' is not part of a dense llama",
+            "'blk.0.ffn_gate_exps.weight' is not part of a llama model",
         ),
         (
             {"extra": {"blk.0.attn_q_norm.weight": np.zeros(16, np.float32)}},
@@ -367,7 +367,7 @@ def test_numbers_that_differ_from_layer_to_layer_are_refused(tmp_path, key):
     several = {f"llama.attention.{key}": [4, 2]}
     file = write(tmp_path / "m.gguf", tiny(), metadata=several)
     with pytest.raises(MtplxError, match=rf"m\.gguf: attention\.{key} differs from layer to layer"):
-        gguf.load_config(file)
+        gguf_families.load_config(file)
 
 
 def test_an_undecodable_block_format_is_named(tmp_path, monkeypatch):
@@ -572,7 +572,7 @@ def test_text_is_split_as_the_file_says(tmp_path, pre, expected):
     assert pieces(tmp_path, pre, "a  1234'll I'LL") == expected
 
 
-@pytest.mark.parametrize("pre", ["qwen2", "llama-bpe"])
+@pytest.mark.parametrize("pre", ["qwen2", "qwen35", "llama-bpe"])
 def test_patterns_cut_as_those_of_transformers_do(tmp_path, pre):
     from tokenizers import Regex, pre_tokenizers
 
@@ -613,9 +613,9 @@ def test_what_lies_beside_a_file_does_not_matter(tmp_path, monkeypatch):
         (tmp_path / name).write_text(json.dumps({"model_type": "x", "auto_map": auto_map}))
     model = tiny("qwen2")
     file = write(tmp_path / "m.gguf", model, "qwen2", metadata={"tokenizer.ggml.pre": "tekken"})
-    monkeypatch.delitem(gguf.FAMILIES, "qwen2")
+    monkeypatch.delitem(gguf_families.FAMILIES, "qwen2")
     monkeypatch.setattr("builtins.input", Mock(side_effect=AssertionError("asked")))
-    assert gguf.load_config(file).model_type == "qwen2"
+    assert gguf_families.load_config(file).model_type == "qwen2"
     seen = {}
 
     def load(pretrained_model_name_or_path, **settings):
@@ -703,7 +703,7 @@ def test_default_weights_equal_an_independent_reading(default_file):
 
 @pytest.mark.model
 def test_default_config(default_file):
-    config = gguf.load_config(default_file)
+    config = gguf_families.load_config(default_file)
     assert config.rope_parameters == {"rope_type": "default", "rope_theta": 100_000.0}
     assert config.rms_norm_eps == 1e-5
     assert config.max_position_embeddings == 8192

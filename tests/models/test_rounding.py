@@ -174,10 +174,10 @@ def test_what_is_wrong_with_a_checkpoint_is_said(directory, change, message):
         assert re.search(message.format(r"layers\.1\.self_attn\.o_proj"), str(caught.value))
 
 
-def test_a_quantised_checkpoint_is_read_before_it_is_rounded(directory, monkeypatch):
-    """What its own loader makes of it is rounded: no weight is one that is read."""
+def test_a_checkpoint_in_a_format_of_others_is_read_before_it_is_rounded(directory, monkeypatch):
+    """What transformers makes of it is rounded: no weight is one that is read."""
     edited = json.loads((directory / "config.json").read_text())
-    edited["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+    edited["quantization_config"] = {"quant_method": "bitsandbytes"}
     (directory / "config.json").write_text(json.dumps(edited))
     asked = []
 

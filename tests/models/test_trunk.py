@@ -168,6 +168,84 @@ def test_where_windows_cannot_be_run_they_limit_the_context(kind):
     assert trunk.context == 20
 
 
+INDEXED = {
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 3,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "first_k_dense_replace": 2,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "n_group": 1,
+    "topk_group": 1,
+    # No token's embedding is zero, and many heads: no two keys are looked for equally.
+    "pad_token_id": None,
+    "index_n_heads": 16,
+    "index_head_dim": 8,
+    "index_topk": 4,
+}
+SPARSE = {"deepseek_v32": {}, "glm_moe_dsa": {"index_topk_freq": 2}, "hy_v4": {"hc_mult": 2}}
+
+
+def sparse(model_type):
+    return model(model_type, initializer_range=0.3, **INDEXED | SPARSE[model_type])
+
+
+@pytest.mark.parametrize("kind", [Trunk, DeterministicTrunk])
+@pytest.mark.parametrize("model_type", sorted(SPARSE))
+def test_where_keys_are_picked_a_rejected_token_is_not_picked_from(model_type, kind):
+    """Far beyond the few keys that a query looks at, each row back by a number of its own."""
+    trunk = kind(sparse(model_type))
+    texts = torch.randint(13, (3, 24), generator=torch.Generator().manual_seed(1))
+    lengths = [11, 2, 6]
+    cache = trunk.new_cache(24)
+    trunk.forward(texts[:, :11], Span.after([0] * 3, 11, trunk.device), cache, with_logits=False)
+    for accepted in ([3, 0, 1], [0, 5, 2], [4, 4, 4]):
+        span = Span.after(lengths, 5, trunk.device)
+        tokens = texts.gather(1, span.positions)
+        for row, count in enumerate(accepted):
+            tokens[row, count:] = 12 - tokens[row, count:]
+        trunk.forward(tokens, span, cache, with_logits=False)
+        lengths = [length + count for length, count in zip(lengths, accepted, strict=True)]
+    # As a batch that goes on with other rows, and one that another's text was taken over into.
+    rows, lengths = [2, 0, 1], [lengths[row] for row in (2, 0, 1)]
+    cache.keep_rows(torch.tensor(rows))
+    span = Span.after(lengths, 3, trunk.device)
+    logits = trunk.forward(texts[rows].gather(1, span.positions), span, cache).logits
+    alone = trunk.new_cache(24)
+    cache.keep_rows(torch.tensor([1]))
+    alone.take(cache, lengths[1] + 1)
+    again = trunk.forward(
+        texts[:1, lengths[1] + 1 : lengths[1] + 3],
+        Span.after([lengths[1] + 1], 2, trunk.device),
+        alone,
+    ).logits
+    with torch.inference_mode():
+        for b, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+            whole = sparse(model_type)(texts[row : row + 1, : length + 3]).logits[0, length:]
+            torch.testing.assert_close(logits[b], whole, rtol=1e-3, atol=1e-3)
+    if trunk.deterministic:
+        assert torch.equal(again[0], logits[1, 1:])
+    else:
+        torch.testing.assert_close(again[0], logits[1, 1:], rtol=1e-3, atol=1e-3)
+    # That keys are picked is seen: with all of them the logits are others.
+    dense = model(model_type, initializer_range=0.3, **INDEXED | {"index_topk": 64})
+    other = dense(texts[:1, : lengths[1] + 3]).logits[0, lengths[1] :]
+    assert not torch.allclose(logits[1], other, atol=1e-2)
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v32", "glm_moe_dsa"])
+def test_a_text_too_short_to_show_it_leaves_picked_keys_picked(model_type):
+    """The deterministic trunk's own attention would look at all of them."""
+    settings = INDEXED | {"index_topk": 64, "max_position_embeddings": 256}
+    trunk = DeterministicTrunk(model(model_type, initializer_range=0.3, **settings))
+    assert "indices" in str(trunk.slow_because)
+
+
 def test_positions_past_the_context_do_not_reach_the_model():
     """A dynamic rotary embedding would change for the whole batch."""
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}

@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import pytest
 import torch
-from family_proof import HIDDEN, VOCAB, Proof, Shapes, random_tensors, read_tensors
+from family_proof import (
+    HIDDEN,
+    PROMPTS,
+    SAMPLED,
+    VOCAB,
+    Proof,
+    Shapes,
+    decode,
+    load,
+    random_tensors,
+    read_tensors,
+    write_checkpoint,
+)
+from gguf import GGMLQuantizationType
+from gguf_layout import InGguf, write_gguf
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
+
+from mtplx import kernels
+from mtplx.drafters.native import load_native_head
+from mtplx.models.checkpoint import Checkpoint, load_model, load_rounded
+from mtplx.models.linear import KernelLinear
+from mtplx.models.slots import Span
+from mtplx.models.trunk import Trunk
 
 LAYERS = 4
 HEADS, KV_HEADS, DIM = 4, 2, 8
@@ -360,3 +382,114 @@ class TestQwen36Text(Qwen):
     } | {"architectures": ["Qwen3_5MoeForCausalLM"]}
     named = False
     moe, moe_mtp = True, False
+
+
+class TestQwen35Gguf(InGguf, TestQwen35):
+    pass
+
+
+class TestQwen35TiedGguf(InGguf, TestQwen35Tied):
+    pass
+
+
+class TestQwen35MoeGguf(InGguf, TestQwen35Moe):
+    pass
+
+
+def test_qwen3_next_has_its_trunk_alone_in_a_gguf_file(tmp_path):
+    """llama.cpp's converter leaves the MTP layer out, and names none."""
+    proof = TestQwen3Next()
+    write_checkpoint(tmp_path, proof.config, proof.tensors())
+    trunk, head, notes = load(write_gguf(tmp_path))
+    assert (head, notes) == (None, ())
+    tokens = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
+    with torch.inference_mode():
+        reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+        # A norm's weight is rounded once more where the one is added to it.
+        torch.testing.assert_close(trunk.model(tokens).logits, reference(tokens).logits)
+
+
+@pytest.mark.skipif(kernels.find() is None, reason="the kernels are not built")
+@pytest.mark.parametrize("case", [TestQwen35, TestQwen35Moe])
+def test_blocks_of_a_gguf_file_stay_as_they_are(tmp_path, case):
+    """Heads that lie in another order are rows in another order."""
+    proof = case()
+    write_checkpoint(tmp_path, proof.config, proof.tensors())
+    path = write_gguf(tmp_path, kind=GGMLQuantizationType.Q8_0)
+    checkpoint = Checkpoint("tiny", path)
+    plain = load_model(checkpoint, torch.float32)
+    model = load_rounded(checkpoint, kernels.find(), "file").float()
+    mixer, theirs = (m.model.layers[0].linear_attn for m in (model, plain))
+    x = torch.randn(5, HIDDEN)
+    for name in ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b"):
+        layer = getattr(mixer, name)
+        assert isinstance(layer, KernelLinear) and layer.data.dtype == torch.uint8
+        difference = layer(x) - getattr(theirs, name)(x)
+        assert difference.norm() < 0.02 * x.norm()  # the kernels round the input to 8 bits
+    trunk = Trunk(model)
+    head, notes = load_native_head(checkpoint, trunk)
+    assert head is not None and notes == ()
+    texts, stats = decode(trunk, head, PROMPTS, 2, SAMPLED)
+    assert [len(text) for text in texts] == [24] * 3
+    assert sum(stats[0].accepted_by_position) > 0
+
+
+@pytest.mark.parametrize("case", [TestQwen3Next, TestQwen35, TestQwen35Moe])
+def test_llama_cpp_computes_the_same_from_the_same_file(tmp_path, monkeypatch, case):
+    """Where it is installed (`pip install 'mtplx[bench]'`); its MTP layers too."""
+    llama_cpp = pytest.importorskip("llama_cpp")
+    # There, heads of keys and of values have one width.
+    monkeypatch.setitem(globals(), "VALUE_DIM", KEY_DIM)
+    text = case.config.get("text_config", case.config)
+    monkeypatch.setitem(text, "linear_value_head_dim", KEY_DIM)
+    proof = case()
+    write_checkpoint(tmp_path, proof.config, proof.tensors())
+    path = write_gguf(tmp_path)
+    trunk, head, _ = load(path)
+    known = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]])
+    model = LlamaCpp(llama_cpp, path)
+    with torch.inference_mode():
+        expected = trunk.model(known).logits[0]
+        # Keys and values are half as wide there.
+        torch.testing.assert_close(model.logits(known[0]), expected, rtol=0, atol=0.01)
+        if head is None:
+            return
+        hidden = trunk.read(known[:, :-1]).hidden
+        span = Span.after([0], hidden.shape[1], hidden.device)
+        drafts = head.logits(head.step(known[:, 1:], hidden, span, head.new_cache(16)))
+    found = model.logits(known[0, 1:], hidden[0])
+    torch.testing.assert_close(found, drafts[0], rtol=0, atol=0.01)
+
+
+class LlamaCpp:
+    """llama.cpp by its C interface, which alone reaches MTP layers."""
+
+    def __init__(self, library, path):
+        self.library = library
+        library.llama_backend_init()
+        settings = library.llama_model_default_params()
+        settings.load_mtp = True
+        self.model = library.llama_model_load_from_file(str(path).encode(), settings)
+
+    def logits(self, tokens, hidden=None):
+        """Of each position; with the states before them, those of the MTP layer."""
+        library, count = self.library, len(tokens)
+        settings = library.llama_context_default_params()
+        settings.n_ctx, settings.n_threads, settings.flash_attn_type = 64, 1, 0
+        if hidden is not None:
+            settings.ctx_type = library.LLAMA_CONTEXT_TYPE_MTP
+        context = library.llama_init_from_model(self.model, settings)
+        batch = library.llama_batch_init(count, 0, 1)
+        batch.n_tokens = count
+        if hidden is not None:
+            states = hidden.contiguous().numpy()
+            batch.embd = states.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+        for i, token in enumerate(tokens.tolist()):
+            batch.token[i], batch.pos[i], batch.logits[i] = token, i, 1
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
+        assert library.llama_decode(context, batch) == 0
+        rows = [
+            torch.tensor(library.llama_get_logits_ith(context, i)[:VOCAB]) for i in range(count)
+        ]
+        library.llama_free(context)
+        return torch.stack(rows)

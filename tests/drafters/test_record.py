@@ -1,0 +1,105 @@
+"""A head whose drafts come to nothing is given up, once and with a word."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+
+import pytest
+import tiny_checkpoint
+import torch
+
+import mtplx
+from mtplx.cli import commands
+from mtplx.drafters.record import ENOUGH, Record
+from mtplx.errors import MtplxWarning
+from mtplx.sampling import SamplerConfig
+
+GREEDY = SamplerConfig(temperature=0.0)
+PROMPT = [1, 2, 3]
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory):
+    model, head = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("head")
+    return tiny_checkpoint.write(model), tiny_checkpoint.write_head(head)
+
+
+@pytest.fixture
+def llm(directories):
+    llm = mtplx.load(directories[0], head=directories[1], dtype="float32")
+    # Texts as long as asked for.
+    llm.defaults = dataclasses.replace(llm.defaults, eos_token_ids=())
+    return llm
+
+
+def die(llm, monkeypatch):
+    """Have its head draft a token that the model does not write."""
+    written = llm.generate(PROMPT, max_tokens=400, sampling=GREEDY, depth=0).token_ids
+    never = next(i for i in range(50, 200) if i not in written)
+
+    def logits(hidden, layer=0):
+        scores = torch.zeros(len(hidden), len(llm.head.draft_ids))
+        scores[:, llm.head.draft_ids.tolist().index(never)] = 99.0
+        return scores
+
+    monkeypatch.setattr(llm.head, "logits", logits)
+    llm.forget()
+    return written
+
+
+def test_a_dead_head_is_given_up_and_said_so_once(llm, monkeypatch):
+    expected = die(llm, monkeypatch)
+    with pytest.warns(MtplxWarning, match=f"of {ENOUGH} drafts, 0 had a token kept") as caught:
+        long = llm.generate(PROMPT, max_tokens=400, sampling=GREEDY, depth=2)
+    assert len(caught) == 1 and "\n" not in str(caught[0].message)
+    # In the middle of a text, and the text is the model's own.
+    assert long.token_ids == expected
+    assert sum(long.stats.drafted_by_position[:1]) == ENOUGH < len(expected)
+    assert llm.notes[-1].startswith("nothing is drafted any more")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = llm.generate(PROMPT, max_tokens=50, sampling=GREEDY, depth=2)
+    assert sum(again.stats.drafted_by_position) == 0
+    assert again.token_ids == expected[:50]
+
+
+def test_a_text_that_is_wanted_again_comes_again(llm, monkeypatch):
+    die(llm, monkeypatch)
+    seeded = SamplerConfig(seed=4)
+    settings = {"max_tokens": 40, "sampling": seeded, "depth": 2, "verifier": "block"}
+    before = llm.generate(PROMPT, **settings)
+    with pytest.warns(MtplxWarning):
+        llm.generate(PROMPT, max_tokens=400, sampling=GREEDY, depth=2)
+    assert llm.generate(PROMPT, **settings).token_ids == before.token_ids
+
+
+def test_a_living_head_is_kept():
+    said = []
+    record = Record(said.append)
+    for i in range(5 * ENOUGH):
+        record.count(i % 33 == 0)
+    assert not record.given_up and not said
+    for _ in range(20 * ENOUGH):
+        record.count(False)
+    assert record.given_up and len(said) == 1
+
+
+def test_lookups_are_not_given_up(directories):
+    llm = mtplx.load(directories[0], drafter="ngram", dtype="float32")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for seed in range(8):
+            llm.generate(PROMPT, max_tokens=200, sampling=SamplerConfig(seed=seed), depth=1)
+    assert not any("any more" in note for note in llm.notes)
+
+
+def test_the_command_line_prints_it_as_a_note(capsys, monkeypatch):
+    monkeypatch.setattr(
+        commands, "app", lambda **_: warnings.warn(MtplxWarning("so"), stacklevel=1)
+    )
+    with warnings.catch_warnings():
+        shown = warnings.showwarning
+        commands.main([])
+        warnings.showwarning = shown
+    assert capsys.readouterr().err == "note: so\n"
