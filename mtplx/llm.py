@@ -623,7 +623,7 @@ def _trunk(
         network = load_model(checkpoint, kind, device)
         library = _library(device)
         if library and kind == torch.bfloat16 and misfit(network) is None:
-            in_torch = not deterministic and _computes_bfloat16(device)
+            in_torch = not deterministic and computes_bfloat16(device)
             return FusedTrunk(network, library, long_in_torch=in_torch)
         return DeterministicTrunk(network) if deterministic else Trunk(network)
     if quantize not in QUANTIZE:
@@ -700,13 +700,14 @@ def pick_dtype(
         return DTYPES[dtype]
     if dtype is not None:
         return dtype
-    if _computes_bfloat16(device):
+    if computes_bfloat16(device):
         return torch.bfloat16
     by_kernels = _library(device) is not None and misfit(outline()) is None
     return torch.bfloat16 if by_kernels else torch.float32
 
 
-def _computes_bfloat16(device: torch.device) -> bool:
+def computes_bfloat16(device: torch.device) -> bool:
+    """Whether torch does there, faster than in float32."""
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     if device.type == "cpu":

@@ -23,6 +23,7 @@ from mtplx.drafters.find import find_head
 from mtplx.drafters.native import load_native_head
 from mtplx.engine.decoding import Batch
 from mtplx.engine.request import Request
+from mtplx.inspection import inspect
 from mtplx.models.checkpoint import Checkpoint, load_model
 from mtplx.models.families import mtp_layers
 from mtplx.models.trunk import Trunk
@@ -303,6 +304,13 @@ class Proof:
         assert self.named or "config.json names no MTP layers" in notes[0]
         found = find_head(Checkpoint("tiny", directory), trunk, None)
         assert (found.depth, found.notes) == (1, notes)
+
+    def test_inspect_says_of_headers_what_loading_says(self, directory, loaded):
+        _, head, notes = loaded
+        found = inspect(directory)
+        mtp = found.mtp
+        assert (mtp.status, mtp.usable, mtp.found) == ("works", True, head.layers)
+        assert found.notes == notes
 
     @pytest.mark.slow
     @pytest.mark.parametrize("depth", [1, 2, 4, (4, 0, 2)])

@@ -15,14 +15,15 @@ from typing import Any, NamedTuple, get_args
 
 import pytest
 import tiny_checkpoint
+import tiny_native
 import torch
 
 import mtplx
 from mtplx import kernels
 from mtplx.cli import main, options
 from mtplx.cli.chat import Conversation
-from mtplx.cli.inspect import mtp_words, quantity
-from mtplx.inspection import MtpLayers
+from mtplx.cli.inspect import mtp_words, quantity, status_rows
+from mtplx.inspection import Mtp
 from mtplx.llm import DEFAULT_MODEL, DTYPES, LLM, Depth, Piece
 
 COMMAND = [sys.executable, "-c", "from mtplx.cli import main; main()"]
@@ -553,8 +554,10 @@ def test_inspect_in_words(run: Run, model: Path, head: Path) -> None:
     assert (code, err) == (0, "")
     words = " ".join(out.split())
     assert "LlamaForCausalLM, safetensors" in words
-    assert "an attached EAGLE-3 head" in words and "recommends depth 3" in words
-    assert "runs here yes" in words
+    assert "an attached EAGLE-3 head" in words and "status works" in words
+    assert "depth begin with 1 to 3; auto, the default, finds out" in words
+    assert "runs here yes, " in words and "; the attached head drafts" in words
+    assert "for the head" in words and "for every 1,000 tokens" in words
 
 
 def test_inspect_in_words_says_why_not(run: Run, tmp_path: Path) -> None:
@@ -572,7 +575,9 @@ def test_inspect_as_json(run: Run, model: Path) -> None:
     found = json.loads(out)
     assert (code, err) == (0, "")
     assert found["runs"] is True and found["problems"] == []
-    assert found["mtp"]["kind"] == "none"
+    assert found["mtp"]["kind"] == found["mtp"]["status"] == "none"
+    assert found["drafter"] is None and found["mtp"]["depths"] is None
+    assert found["ways"][0]["quantize"] == "none" and found["ways"][0]["weights"] > 0
     assert found["eos_token_ids"] == [256]
 
 
@@ -583,20 +588,56 @@ def test_inspect_a_missing_model(run: Run) -> None:
 @pytest.mark.parametrize(
     ("mtp", "words"),
     [
-        (MtpLayers("none"), "none"),
-        (MtpLayers("missing", 2), "2 layer(s) promised by the config and missing from the files"),
+        (Mtp("none"), "none"),
+        (Mtp("missing", promised=2), "2 layer(s) promised by the config, none in the files"),
         (
-            MtpLayers("native", 1, 2_000_000, 4_000_000, "/m"),
-            "1 native layer(s) in the model's own files, 2.0 M parameters, 4.0 MB",
+            Mtp("native", found=1, promised=2, parameters=2_000_000, bytes=4_000_000),
+            "1 layer(s) in the model's files, 2 promised; 2.0 M parameters, 4.0 MB",
         ),
         (
-            MtpLayers("attached", 1, 2_000, 4_000, "/h", depth=3),
-            "an attached EAGLE-3 head, 2.0 k parameters, 4.0 kB, recommends depth 3: /h",
+            Mtp("native", found=1, parameters=2_000, bytes=4_000),
+            "1 layer(s) in the model's files, none promised; 2.0 k parameters, 4.0 kB",
+        ),
+        (
+            Mtp("attached", parameters=2_000, bytes=4_000, where="/h"),
+            "an attached EAGLE-3 head, 2.0 k parameters, 4.0 kB: /h",
         ),
     ],
 )
-def test_mtp_layers_in_words(mtp: MtpLayers, words: str) -> None:
+def test_mtp_layers_in_words(mtp: Mtp, words: str) -> None:
     assert mtp_words(mtp) == words
+
+
+@pytest.mark.parametrize(
+    ("mtp", "rows"),
+    [
+        (Mtp("none"), []),
+        (Mtp("missing", "heads missing", promised=1), [("status", "heads missing")]),
+        (
+            Mtp("native", "unknown layout", 1, tensors=3, seen=("mtp.a", "mtp.b")),
+            [("status", "unknown layout"), ("its tensors", "mtp.a, mtp.b, and 1 more")],
+        ),
+        (
+            Mtp("native", "works", 1, family=("glm4_moe",), depth=1, depths=(1, 3)),
+            [
+                ("status", "works, of the family of glm4_moe"),
+                ("depth", "begin with 1 to 3; auto, the default, finds out"),
+            ],
+        ),
+    ],
+)
+def test_what_becomes_of_mtp_layers_in_words(mtp: Mtp, rows: list[tuple[str, str]]) -> None:
+    assert status_rows(mtp) == rows
+
+
+def test_inspect_in_words_tells_what_cannot_be_once(run: Run, tmp_path: Path) -> None:
+    model = tiny_native.write(tmp_path, "glm4_moe")
+    tiny_checkpoint.tokenizer().save_pretrained(model)
+    _, out, _ = run("inspect", model)
+    words = " ".join(out.split())
+    assert "its MTP layers draft no kernels layers of type 'glm4_moe'" in words
+    if kernels.find():
+        assert "int8, int4 not possible: " in words and words.count("not possible") == 1
 
 
 @pytest.mark.parametrize(

@@ -519,7 +519,7 @@ def test_bfloat16_is_the_kernels_on_a_cpu(
     wide_heads: Path, monkeypatch: pytest.MonkeyPatch, deterministic: bool, computes: bool
 ) -> None:
     """Whether its own instructions compute in it or not; long passes are torch's only where so."""
-    monkeypatch.setattr(mtplx.llm, "_computes_bfloat16", lambda device: computes)
+    monkeypatch.setattr(mtplx.llm, "computes_bfloat16", lambda device: computes)
     for dtype in (None, "bfloat16"):
         llm = mtplx.load(wide_heads, device="cpu", dtype=dtype, deterministic=deterministic)
         assert isinstance(llm.trunk, FusedTrunk) and llm.trunk.dtype is torch.bfloat16
@@ -566,7 +566,7 @@ def test_bfloat16_is_torchs_where_the_kernels_cannot_run_it(
         monkeypatch.setattr(kernels, "find", lambda name=None: None)
     model = wide_heads if missing == "kernels" else directories[0]
     for computes, dtype in ((True, torch.bfloat16), (False, torch.float32)):
-        monkeypatch.setattr(mtplx.llm, "_computes_bfloat16", lambda device, it=computes: it)
+        monkeypatch.setattr(mtplx.llm, "computes_bfloat16", lambda device, it=computes: it)
         trunk = mtplx.load(model, device="cpu").trunk
         assert type(trunk) is Trunk and trunk.dtype is dtype
     assert type(mtplx.load(wide_heads, device="cpu", dtype="float32").trunk) is Trunk

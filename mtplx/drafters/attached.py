@@ -180,9 +180,13 @@ def attach(head: Eagle3Head, trunk: Trunk) -> AttachedHead:
     """
     library = kernels.find() if trunk.device.type == "cpu" else None
     reference = trunk.dtype == torch.float32 and not isinstance(trunk, FusedTrunk)
-    # Other classes may scale what they look up.
-    plain = head.embed_tokens is not None or type(trunk.embed) is nn.Embedding
-    fits = plain and heads_misfit(head.config.layer, head.rotary) is None
-    if library and not reference and fits:
+    if library and not reference and kernels_take(head, trunk):
         return FusedHead(head, trunk, library)
     return AttachedHead(head, trunk)
+
+
+def kernels_take(head: Eagle3Head, trunk: Trunk) -> bool:
+    """Whether a head is of a kind that the kernels can run beside this trunk."""
+    # Other classes may scale what they look up.
+    plain = head.embed_tokens is not None or type(trunk.embed) is nn.Embedding
+    return plain and heads_misfit(head.config.layer, head.rotary) is None

@@ -17,7 +17,7 @@ from mtplx.drafters.native import load_native_head
 from mtplx.drafters.ngram import Ngram
 from mtplx.errors import MtplxError
 from mtplx.models.checkpoint import Checkpoint
-from mtplx.models.eagle3 import load_head
+from mtplx.models.eagle3 import Eagle3Head, load_head
 from mtplx.models.trunk import Trunk
 
 DrafterName = Literal["auto", "mtp", "ngram", "mtp+ngram"]
@@ -140,15 +140,20 @@ def find_head(checkpoint: Checkpoint, trunk: Trunk, named: Path | None) -> Found
     directory = named or checkpoint.head
     if directory is not None:
         head = load_head(directory, trunk.layers)
-        notes = []
-        made_for = head.config.verifier_name
-        # A local model is recorded by its directory's own name.
-        names = (checkpoint.name, checkpoint.origin, checkpoint.path.resolve().name)
-        if named is not None and made_for and made_for not in names:
-            notes.append(
-                f"the head was made for {made_for}; if {checkpoint.name} is another model, the "
-                "output is as exact, but fewer drafts may be accepted"
-            )
-        return FoundHead(attach(head, trunk), head.config.depth, tuple(notes))
+        notes = () if named is None else made_for_another(head, checkpoint)
+        return FoundHead(attach(head, trunk), head.config.depth, notes)
     native, remarks = load_native_head(checkpoint, trunk)
     return FoundHead(native, 0 if native is None else 1, remarks)
+
+
+def made_for_another(head: Eagle3Head, checkpoint: Checkpoint) -> tuple[str, ...]:
+    """A note where a head may be another model's."""
+    made_for = head.config.verifier_name
+    # A local model is recorded by its directory's own name.
+    names = (checkpoint.name, checkpoint.origin, checkpoint.path.resolve().name)
+    if not made_for or made_for in names:
+        return ()
+    return (
+        f"the head was made for {made_for}; if {checkpoint.name} is another model, the output is "
+        "as exact, but fewer drafts may be accepted",
+    )

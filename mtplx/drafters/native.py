@@ -6,9 +6,10 @@ Depths beyond the number of layers come from feeding the last one its own output
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from mtplx.drafters.mtp import Head
 from mtplx.errors import MtplxError
 from mtplx.models import gguf_families, gguf_weights
 from mtplx.models.blocks import Blocks
-from mtplx.models.checkpoint import Checkpoint, reported, stored_tensors
+from mtplx.models.checkpoint import Checkpoint, plain_tensors, reported
 from mtplx.models.dequantise import PLAIN, settings_of
 from mtplx.models.families import Family, family_of, mtp_layers, promised_layers, text_settings
 from mtplx.models.handing_over import fill
@@ -113,6 +114,91 @@ class NativeHead(Head):
         return self.projects[layer](hidden)
 
 
+Status = Literal["works", "loads unverified", "heads missing", "unknown layout", "none"]
+"""What becomes of a checkpoint's MTP layers. They are made into a head where they are of a known
+family: `works`; or `loads unverified`, where the config promises another number of them than the
+files hold, which no family's proof covers. `heads missing`: the config promises some, and the files
+hold none. `unknown layout`: they are called, shaped or stored in no way that is known here."""
+
+
+@dataclass(frozen=True)
+class NativeLayers:
+    """What a checkpoint's config and its tensors' names and types say of its MTP layers.
+
+    Attributes:
+        status: see Status.
+        tensors: the names of each layer's, by its number, from 0 on.
+        promised: how many layers the config names.
+        family: theirs, where its layers are run.
+        notes: what the user should know.
+    """
+
+    status: Status
+    tensors: Mapping[int, Sequence[str]]
+    promised: int
+    family: Family | None = None
+    notes: tuple[str, ...] = ()
+
+
+def native_layers(
+    checkpoint: Checkpoint, stored: Mapping[str, Any], trunk_layers: int | None
+) -> NativeLayers:
+    """The MTP layers among a checkpoint's tensors, and what becomes of them.
+
+    Args:
+        checkpoint: whose they are; its config is read.
+        stored: all its tensors by name, made plain as far as they can be; none is read.
+        trunk_layers: see `families.mtp_layers`.
+    """
+    if checkpoint.is_gguf:
+        file = checkpoint.gguf_file
+        known = gguf_families.FAMILIES.get(file.architecture)
+        family = None if known is None else known.mtp
+        tensors = mtp_layers(stored, trunk_layers)
+        where, promised = "its header", gguf_families.promised_layers(file)
+        kind, unread = f"{file.architecture} GGUF file", None
+    else:
+        config = json.loads((checkpoint.path / "config.json").read_text(encoding="utf-8"))
+        # As published, which need not be the trunk's: some go by another type's class.
+        model_type = str(text_settings(config).get("model_type"))
+        family = family_of(model_type)
+        tensors = mtp_layers(stored, trunk_layers, family)
+        # What is written counts: transformers' config classes say 1 where nothing is.
+        where, promised = "config.json", promised_layers(config)
+        kind, unread = f"{model_type} model", _unread(config, stored, tensors)
+    if not tensors and not promised:
+        return NativeLayers("none", {}, 0)
+    if not tensors:
+        note = f"{where} promises {promised} MTP layer(s), but the weight files hold none"
+        return NativeLayers("heads missing", {}, promised, family, (f"nothing is drafted: {note}",))
+    if family is None:
+        unread = f"the MTP layers of a {kind} are not run yet"
+    if unread:
+        note = f"nothing is drafted: {unread}"
+        return NativeLayers("unknown layout", tensors, promised, family, (note,))
+    held = len(tensors)
+    if promised == held:
+        return NativeLayers("works", tensors, promised, family)
+    named = f"promises {promised} MTP layer(s)" if promised else "names no MTP layers"
+    note = f"{where} {named}, and the weight files hold {held}: what they hold drafts"
+    status: Status = "loads unverified" if promised else "works"
+    return NativeLayers(status, tensors, promised, family, (note,))
+
+
+def _unread(
+    config: Mapping[str, Any], stored: Mapping[str, Any], layers: Mapping[int, Sequence[str]]
+) -> str | None:
+    """Why the tensors of these layers cannot be read, if they cannot."""
+    own = (stored[name] for names in layers.values() for name in names)
+    if all(tensor.get_dtype() in PLAIN for tensor in own):
+        return None
+    method = settings_of(config).get("quant_method", "an unnamed")
+    return (
+        f"the MTP layers are quantised in {method} format, which is not read here; the model's "
+        "unquantised checkpoint has them"
+    )
+
+
 def load_native_head(
     checkpoint: Checkpoint, trunk: Trunk
 ) -> tuple[NativeHead | None, tuple[str, ...]]:
@@ -125,64 +211,37 @@ def load_native_head(
         MtplxError: the tensors of the MTP layers are not those that the family has.
     """
     if checkpoint.is_gguf:
-        return _of_gguf(checkpoint, trunk)
-    config = json.loads((checkpoint.path / "config.json").read_text(encoding="utf-8"))
-    # As published, which need not be the trunk's: some go by another type's class.
-    kind = str(text_settings(config).get("model_type"))
-    family = family_of(kind)
-    with stored_tensors(checkpoint) as tensors:
-        layers = mtp_layers(tensors, trunk.layers, family)
-        # What is written counts: transformers' config classes say 1 where nothing is.
-        promised = promised_layers(config)
-        if not layers:
-            return None, _broken_promise("config.json", promised)
-        if family is None:
-            return None, (f"nothing is drafted: the MTP layers of a {kind} model are not run yet",)
-        own = {name: tensors[name] for names in layers.values() for name in names}
-        if any(tensor.get_dtype() not in PLAIN for tensor in own.values()):
-            method = settings_of(config).get("quant_method", "an unnamed")
-            return None, (
-                f"nothing is drafted: the MTP layers are quantised in {method} format, which is "
-                "not read here; the model's unquantised checkpoint has them",
-            )
-        with reported(checkpoint):
-            head = _load(checkpoint, trunk, family, own)
-    return head, _difference("config.json", promised, head.layers)
+        return make_native_head(checkpoint, checkpoint.gguf_file.tensors, trunk)
+    with plain_tensors(checkpoint) as tensors:
+        return make_native_head(checkpoint, tensors, trunk)
 
 
-def _of_gguf(checkpoint: Checkpoint, trunk: Trunk) -> tuple[NativeHead | None, tuple[str, ...]]:
-    file = checkpoint.gguf_file
-    promised = gguf_families.promised_layers(file)
-    if not mtp_layers(file.tensors, trunk.layers):
-        return None, _broken_promise("its header", promised)
-    known = gguf_families.FAMILIES.get(file.architecture)
-    if known is None or known.mtp is None:
-        return None, (
-            f"nothing is drafted: the MTP layers of a {file.architecture} GGUF file are not run "
-            "yet",
-        )
+def make_native_head(
+    checkpoint: Checkpoint, stored: Mapping[str, Any], trunk: Trunk
+) -> tuple[NativeHead | None, tuple[str, ...]]:
+    """The same of tensors at hand.
+
+    Beside a trunk on the meta device, and of tensors there, the head is one too: that shows whether
+    it could be loaded without reading anything.
+
+    Args:
+        checkpoint: whose they are.
+        stored: all its tensors by name, made plain as far as they can be: what `[:]` reads.
+        trunk: of the checkpoint.
+    """
+    found = native_layers(checkpoint, stored, trunk.layers)
+    if found.status not in ("works", "loads unverified"):
+        return None, found.notes
+    assert found.family is not None
     with reported(checkpoint):
-        tensors = gguf_weights.mtp_weights(file, trunk.config, trunk.dtype)
-        head = _load(checkpoint, trunk, known.mtp, tensors)
-    return head, _difference("its header", promised, head.layers)
-
-
-def _broken_promise(where: str, promised: int) -> tuple[str, ...]:
-    """What to say where there are no MTP layers."""
-    if not promised:
-        return ()
-    return (
-        f"nothing is drafted: {where} promises {promised} MTP layer(s), but the weight files "
-        "hold none",
-    )
-
-
-def _difference(where: str, promised: int, held: int) -> tuple[str, ...]:
-    """What to say where there are as many, or not."""
-    if promised == held:
-        return ()
-    named = f"promises {promised} MTP layer(s)" if promised else "names no MTP layers"
-    return (f"{where} {named}, and the weight files hold {held}: what they hold drafts",)
+        if checkpoint.is_gguf:
+            # Several of a file's may make up one.
+            own: Mapping[str, Any] = gguf_weights.mtp_weights(
+                checkpoint.gguf_file, trunk.config, trunk.dtype, trunk.device.type == "meta"
+            )
+        else:
+            own = {name: stored[name] for names in found.tensors.values() for name in names}
+        return _load(checkpoint, trunk, found.family, own), found.notes
 
 
 def _load(
@@ -281,6 +340,8 @@ def _require(checkpoint: Checkpoint, problem: str, names: list[str]) -> None:
 
 
 def _is_made_of(layer: Any, weight: Tensor) -> bool:
-    """Whether this is a layer's weight, as the layer keeps it."""
+    """Whether this is a layer's weight, as the layer keeps it; without values, it counts as one."""
+    if weight.is_meta:
+        return True
     own = layer.data if isinstance(layer, KernelLinear) else getattr(layer, "weight", None)
     return own is not None and torch.equal(own, weight.to(own.dtype))

@@ -136,3 +136,11 @@ def from_gguf(data: NDArray[np.uint8], kind: str, shape: tuple[int, ...]) -> Blo
 
 
 _BYTES = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}
+
+
+def kept_bits(kind: str) -> Bits | None:
+    """Bits of a number in the blocks that `from_gguf` makes of a type; None for what it does not
+    take."""
+    if kind not in _BYTES:
+        return None
+    return 8 if kind == "Q8_0" else 4

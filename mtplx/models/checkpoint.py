@@ -17,7 +17,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -48,6 +48,7 @@ class Checkpoint:
     `name` is what the user called it, `path` a directory in Hugging Face layout or a GGUF file,
     `head` the directory of an attached head that goes with it, `origin` the model's name where
     it was published, if known, `sampling` the settings that go with it where its files have none.
+    `remote` tells that only its config is on this disk, and its weights are still on the hub.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Checkpoint:
     head: Path | None = None
     origin: str | None = None
     sampling: Mapping[str, float] = field(default_factory=dict, hash=False)
+    remote: bool = False
 
     @property
     def is_gguf(self) -> bool:
@@ -126,16 +128,31 @@ _HUB_FILES = [
 # weights once more in another format.
 _NOT_HUB_FILES = ["*/*", "consolidated*"]
 
+_SMALL_FILES = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+]
+"""What tells about a model on the hub without its weights; all but the first may be missing."""
+
 _INDEX = "model.safetensors.index.json"
 _LFS_POINTER = b"version https://git-lfs"
 
 
-def locate(model: str | os.PathLike[str]) -> Checkpoint:
+def locate(model: str | os.PathLike[str], weights: bool = True) -> Checkpoint:
     """Finds a model, downloading it only where `model` is a hub id.
 
     A built-in name wins over a path, and a path over a hub id: whatever exists, begins with `.`,
-    `/` or `~`, or ends in `.gguf` is a path. Raises `MtplxError` where there is no such model or
-    its files are damaged.
+    `/` or `~`, or ends in `.gguf` is a path.
+
+    Args:
+        model: see there.
+        weights: whether those of a hub id are wanted; if not, they stay there, and what was
+            downloaded before is taken as it is.
+    Raises:
+        MtplxError: there is no such model, or its files are damaged.
     """
     if model in _BUILT_IN:
         return _locate_built_in(str(model))
@@ -155,6 +172,8 @@ def locate(model: str | os.PathLike[str]) -> Checkpoint:
     ):
         raise MtplxError(f"{path}: no such file or directory")
     elif _HUB_ID.fullmatch(name):
+        if not weights:
+            return _locate_config(name)
         path = _download(name)
         _check_directory(path)
         return Checkpoint(name, path, origin=name)
@@ -212,14 +231,63 @@ def _locate_built_in(name: str) -> Checkpoint:
 def _download(repository: str, files: Sequence[str] = _HUB_FILES) -> Path:
     """A hub repository's files on this disk, without anything that could be run."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
-    try:
+    with from_hub(repository):
         return Path(
             snapshot_download(
                 repository, allow_patterns=list(files), ignore_patterns=_NOT_HUB_FILES
             )
         )
+
+
+def _locate_config(repository: str) -> Checkpoint:
+    """A model of the hub without its weights, or with them where they were downloaded before."""
+    from huggingface_hub import hf_hub_download, snapshot_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    # Of an earlier look there may be a config alone, and of a broken download some weights.
+    with suppress(MtplxError):
+        with from_hub(repository):
+            path = Path(
+                snapshot_download(
+                    repository,
+                    allow_patterns=_HUB_FILES,
+                    ignore_patterns=_NOT_HUB_FILES,
+                    local_files_only=True,
+                )
+            )
+        _check_directory(path)
+        return Checkpoint(repository, path, origin=repository)
+    found = {}
+    with from_hub(repository):
+        for file in _SMALL_FILES:
+            try:
+                found[file] = Path(hf_hub_download(repository, file))
+            except LocalEntryNotFoundError:  # the hub cannot be reached
+                raise
+            except EntryNotFoundError:
+                if file == "config.json":
+                    break
+    if not found:
+        raise MtplxError(
+            f"{repository}: no config.json there, so it is no model in Hugging Face layout"
+        )
+    path = found["config.json"].parent
+    _check_config(path)
+    return Checkpoint(repository, path, origin=repository, remote=True)
+
+
+@contextmanager
+def from_hub(repository: str) -> Iterator[None]:
+    """Turns what the hub's client raises for a repository into one line."""
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        NotASafetensorsRepoError,
+        RepositoryNotFoundError,
+    )
+
+    try:
+        yield
     except GatedRepoError as error:
         raise MtplxError(
             f"{repository}: its owner asks for consent: accept the terms at "
@@ -229,6 +297,11 @@ def _download(repository: str, files: Sequence[str] = _HUB_FILES) -> Path:
         raise MtplxError(
             f"{repository}: no such directory here, and no such repository on the hub "
             "(for a private one, run `hf auth login`)"
+        ) from error
+    except NotASafetensorsRepoError as error:
+        raise MtplxError(
+            f"{repository}: neither model.safetensors nor its index is there, and other weight "
+            "formats are not loaded: take a repository that has them, or download its .gguf file"
         ) from error
     # Connections fail in more ways than the client has words for, and all leave the same to do.
     except Exception as error:
@@ -240,14 +313,7 @@ def _download(repository: str, files: Sequence[str] = _HUB_FILES) -> Path:
 
 def _check_directory(path: Path) -> None:
     """Raises `MtplxError` unless the directory's config and weight files are there and whole."""
-    config = _read_json(path / "config.json")
-    if not config:
-        raise MtplxError(f"{path}: no config.json there, so it is no model in Hugging Face layout")
-    if is_head(config):
-        raise MtplxError(
-            f"{path}: this is a head, not a model: give the model it was trained for, "
-            f"with --head {path}"
-        )
+    _check_config(path)
     shards = weight_files(path)
     if not shards:
         raise MtplxError(
@@ -267,6 +333,17 @@ def _check_directory(path: Path) -> None:
             ) from error
 
 
+def _check_config(path: Path) -> None:
+    config = _read_json(path / "config.json")
+    if not config:
+        raise MtplxError(f"{path}: no config.json there, so it is no model in Hugging Face layout")
+    if is_head(config):
+        raise MtplxError(
+            f"{path}: this is a head, not a model: give the model it was trained for, "
+            f"with --head {path}"
+        )
+
+
 def weight_files(directory: Path) -> list[Path]:
     """The `.safetensors` files that make up a model: those its index lists, or else all there.
 
@@ -284,7 +361,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 @contextmanager
-def stored_tensors(checkpoint: Checkpoint) -> Iterator[dict[str, Any]]:
+def plain_tensors(checkpoint: Checkpoint) -> Iterator[Mapping[str, Any]]:
     """The tensors of a directory's weight files by name, as slices that are read when asked for.
 
     Those that are quantised in a way known to `dequantise` have become plain ones.
@@ -293,16 +370,27 @@ def stored_tensors(checkpoint: Checkpoint) -> Iterator[dict[str, Any]]:
         MtplxError: parts of a quantised one are missing or left over.
     """
     with _slices(checkpoint) as found:
-        settings = _quantisation(checkpoint)
-        if dequantise.is_read(settings, found.values()):
-            found = dequantise.plain(found, settings, checkpoint.path)
-        yield found
+        yield made_plain(checkpoint, found)
 
 
-def is_dequantised(checkpoint: Checkpoint) -> bool:
-    """Whether `stored_tensors` makes plain tensors of quantised ones."""
-    with _slices(checkpoint) as found:
-        return dequantise.is_read(_quantisation(checkpoint), found.values())
+def made_plain(checkpoint: Checkpoint, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The same of a directory's tensors at hand: slices, or what their headers say of them."""
+    if not is_dequantised(checkpoint, tensors):
+        return tensors
+    return dequantise.plain(tensors, _quantisation(checkpoint), checkpoint.path)
+
+
+def is_dequantised(checkpoint: Checkpoint, tensors: Mapping[str, Any] | None = None) -> bool:
+    """Whether `made_plain` makes plain tensors of quantised ones.
+
+    Args:
+        checkpoint: a directory.
+        tensors: its own; None for those of its weight files.
+    """
+    if tensors is None:
+        with _slices(checkpoint) as found:
+            return is_dequantised(checkpoint, found)
+    return dequantise.is_read(_quantisation(checkpoint), tensors.values())
 
 
 def _quantisation(checkpoint: Checkpoint) -> Mapping[str, Any]:
@@ -460,8 +548,8 @@ def _loader(
         vars(part).pop("quantization_config", None)
     # The language model of one of text and images, as the class that finds it does.
     config = text if isinstance(text, kind.config_class) else config
-    with stored_tensors(checkpoint) as tensors:
-        yield partial(kind.from_pretrained, None, config=config, state_dict=tensors)
+    with plain_tensors(checkpoint) as tensors:
+        yield partial(kind.from_pretrained, None, config=config, state_dict=dict(tensors))
 
 
 def _computes_quantised(config: PreTrainedConfig, device: torch.device) -> bool:
@@ -582,7 +670,8 @@ _SAMPLING = {
 def generation_defaults(checkpoint: Checkpoint) -> GenerationDefaults:
     """What the checkpoint itself says about ending and sampling.
 
-    End tokens come from generation_config.json, else from config.json, else from the tokenizer.
+    End tokens come from generation_config.json, else from config.json, else from the tokenizer,
+    where that is on this disk.
     Sampling comes from generation_config.json alone, and only what is written there:
 
     - `do_sample: true`, or sampling values without a word on it: those values. (transformers
@@ -603,7 +692,7 @@ def generation_defaults(checkpoint: Checkpoint) -> GenerationDefaults:
     for source in (generation, config, config.get("text_config") or {}):
         if eos is None:
             eos = source.get("eos_token_id")
-    if eos is None:
+    if eos is None and not checkpoint.remote:
         eos = load_tokenizer(checkpoint).eos_token_id
     eos_token_ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
 

@@ -51,7 +51,7 @@ def is_read(settings: Mapping[str, Any], tensors: Iterable[Any]) -> bool:
 
     Args:
         settings: of its config.
-        tensors: safetensors' slices.
+        tensors: safetensors' slices, or what headers say of them.
     """
     if settings:
         return is_known(settings)
@@ -63,7 +63,8 @@ def plain(tensors: Mapping[str, Any], settings: Mapping[str, Any], where: Path) 
     """Tensors by the names they have in a checkpoint that is not quantised, none of them read yet.
 
     Args:
-        tensors: safetensors' slices of a whole checkpoint.
+        tensors: safetensors' slices of a whole checkpoint, or what headers say of them, whose
+            slices are on the meta device; so are then those returned.
         settings: the config's `quantization_config`.
         where: the checkpoint, for errors.
     Returns:
@@ -136,7 +137,10 @@ class _Dequantised:
         return "F32"
 
     def __getitem__(self, index: Any) -> Tensor:
-        return self.read({name: part[...] for name, part in self.parts.items()})[index]
+        parts = {name: part[...] for name, part in self.parts.items()}
+        if parts[""].is_meta:
+            return torch.empty(self.shape, device="meta")[index]
+        return self.read(parts)[index]
 
 
 Build = Callable[
@@ -317,15 +321,33 @@ def _bits(words: int, count: int, settings: Mapping[str, Any]) -> int:
     raise _Misfit(f"{words} words for {count} numbers")
 
 
+def _likely_inputs(
+    words: int, scales: list[int], settings: Mapping[str, Any], sizes: list[int]
+) -> int:
+    """Numbers in a row of so many words, where only headers are at hand, which do not tell.
+
+    Rows end with a word in all common files. Where the settings name several widths, it is one
+    with which groups of a size that they name come to as many as there are scales.
+    """
+    likely = [words * 32 // bits for bits in _named(settings, _WIDTHS) if bits <= 8]
+    if len(scales) > 1 and scales[1] > 1:
+        likely.sort(key=lambda count: all(ceil(count / size) != scales[1] for size in sizes))
+    return likely[0] if likely else words * 8
+
+
 def _packed(parts: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
     """compressed-tensors' `pack-quantized`: [N, W] int32, each number with half its range added."""
     rows, words = parts[""].get_shape()
-    shape = tuple(parts["_shape"][...].tolist())
+    sizes = _named(settings, _SIZES)
+    scales = parts["_scale"].get_shape()
+    told = parts["_shape"][...]
+    if told.is_meta:
+        shape = (rows, _likely_inputs(words, scales, settings, sizes))
+    else:
+        shape = tuple(told.tolist())
     if len(shape) != 2 or shape[0] != rows:
         raise _Misfit(f"{rows} rows for a weight of shape {list(shape)}")
     bits = _bits(words, shape[1], settings)
-    sizes = _named(settings, _SIZES)
-    scales = parts["_scale"].get_shape()
     _check_scales(scales, shape, sizes)
     groups = scales[1] if len(scales) > 1 else 1
     zero = parts.get("_zero_point")

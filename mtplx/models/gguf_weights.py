@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mtplx.errors import MtplxError
-from mtplx.models.blocks import Blocks, from_gguf
+from mtplx.models.blocks import Bits, Blocks, from_gguf, kept_bits
 from mtplx.models.gguf import GgufFile, GgufTensor, by_itself
 from mtplx.models.gguf_families import (
     FAMILIES,
@@ -87,6 +87,14 @@ class _Stored:
             return blocks
         return blocks.rows(self.change.undo(torch.arange(len(blocks.numbers)), self.config))
 
+    @property
+    def bits(self) -> Bits | None:
+        """Of a number in these blocks, likewise."""
+        if len(self.tensors) > 1 or (self.change and not self.change.rows):
+            return None
+        (tensor,) = self.tensors.values()
+        return kept_bits(tensor.kind.name)
+
 
 def load_model(file: GgufFile, dtype: torch.dtype) -> PreTrainedModel:
     """The model on the CPU with its weights dequantised, each rounded once from float32 to `dtype`.
@@ -112,16 +120,25 @@ def load_model(file: GgufFile, dtype: torch.dtype) -> PreTrainedModel:
     return model
 
 
-def mtp_weights(file: GgufFile, config: Any, dtype: torch.dtype) -> dict[str, Tensor]:
+def mtp_weights(
+    file: GgufFile, config: Any, dtype: torch.dtype, meta: bool = False
+) -> dict[str, Tensor]:
     """The weights of the MTP layers by their published names, dequantised and rounded to `dtype`.
 
     Args:
         file: of a family that is read here.
         config: the trunk's.
         dtype: of all but what the family computes in float32.
+        meta: whether to leave them unread, on the meta device.
     Raises `MtplxError` for a tensor that the family does not have.
     """
-    return _rounded(_weights(file, config, mtp=True), config, dtype)
+    weights = _weights(file, config, mtp=True)
+    if meta:
+        return {
+            name: torch.empty(part.shape, dtype=dtype, device="meta")
+            for name, part in weights.items()
+        }
+    return _rounded(weights, config, dtype)
 
 
 def _rounded(weights: Mapping[str, _Stored], config: Any, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -137,6 +154,23 @@ def _rounded(weights: Mapping[str, _Stored], config: Any, dtype: torch.dtype) ->
 def knows(file: GgufFile) -> bool:
     """Whether the architecture is in the tables, as `load_layers` needs it."""
     return file.architecture in FAMILIES
+
+
+def stored_bits(file: GgufFile, config: Any) -> dict[str, Bits | None]:
+    """Bits of the blocks that the kernels can take of a file's tensors, None for others; by
+    transformers' names, the output head's too where it is the embedding.
+
+    Raises `MtplxError` where the file's tensors are not those of its architecture.
+    """
+    found = {name: part.bits for name, part in _weights(file, config).items()}
+    if config.tie_word_embeddings:
+        found["lm_head.weight"] = found["model.embed_tokens.weight"]
+    return found
+
+
+def output_copies(file: GgufFile) -> int:
+    """How many MTP layers come with an output head beside the trunk's."""
+    return sum(name.endswith(".nextn.shared_head_head.weight") for name in file.tensors)
 
 
 def load_layers(file: GgufFile, take: Take, as_stored: bool) -> PreTrainedModel:

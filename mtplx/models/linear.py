@@ -33,6 +33,13 @@ def tiles(blocks: Blocks) -> Tensor:
     return torch.cat(parts, -1)
 
 
+def tiles_size(outputs: int, inputs: int, bits: Bits) -> int:
+    """Bytes of the tiles of a matrix of N outputs by K inputs."""
+    count = -(-inputs // GROUP)
+    halves = 2 if bits == 4 else 1
+    return -(-outputs // TILE_OUTPUTS) * TILE_OUTPUTS * count * (GROUP * bits // 8 + 2 * halves)
+
+
 def _padded(values: Tensor, inputs: int = TILE_INPUTS) -> Tensor:
     """Zeros behind [N, K], up to whole tiles."""
     missing = (-values.shape[1] % inputs, -values.shape[0] % TILE_OUTPUTS)

@@ -101,7 +101,7 @@ def test_promised_layers_that_are_not_there_are_told_of_and_not_drafted_with(dir
     assert torch.equal(logits(trunk.model), logits(published(directory)))
     assert decode(trunk, None, PROMPTS, 0)[0] == decode(load(directory)[0], None, PROMPTS, 0)[0]
     found = inspect(path)
-    assert (found.mtp.kind, found.mtp.layers, found.layers) == ("missing", 1, 2)
+    assert (found.mtp.kind, found.mtp.promised, found.layers) == ("missing", 1, 2)
 
 
 def test_layers_that_the_header_does_not_name_draft_and_are_told_of(directory):
@@ -146,7 +146,7 @@ def test_experts_chosen_in_another_way_are_refused(directory):
 def test_inspect_says_what_loading_finds(directory):
     found = inspect(write_gguf(directory))
     assert found.runs and not found.notes
-    assert (found.layers, found.mtp.kind, found.mtp.layers) == (2, "native", 1)
+    assert (found.layers, found.mtp.kind, found.mtp.found) == (2, "native", 1)
     assert found.mtp.usable
 
 

@@ -201,7 +201,7 @@ def test_layers_in_a_module_of_their_own_are_a_note(tmp_path):
         ("nothing is drafted: the MTP layers of a llama model are not run yet",),
     )
     found = inspect(tmp_path)
-    assert (found.mtp.kind, found.mtp.layers, found.mtp.usable) == ("native", 1, False)
+    assert (found.mtp.kind, found.mtp.found, found.mtp.usable) == ("native", 1, False)
 
 
 @pytest.mark.parametrize("key", ["num_nextn_predict_layers", "mtp_num_hidden_layers"])
@@ -212,7 +212,7 @@ def test_a_promise_by_either_name_is_a_note(tmp_path, key):
     (note,) = load(tmp_path)[2]
     assert "promises 2 MTP layer(s)" in note
     mtp = inspect(tmp_path).mtp
-    assert (mtp.kind, mtp.layers) == ("missing", 2)
+    assert (mtp.kind, mtp.promised) == ("missing", 2)
 
 
 SEVERAL = 3

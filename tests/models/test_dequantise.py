@@ -19,8 +19,9 @@ from transformers import LlamaConfig
 import mtplx
 from mtplx import MtplxError
 from mtplx.models import checkpoint as loading
-from mtplx.models.checkpoint import Checkpoint, stored_tensors
+from mtplx.models.checkpoint import Checkpoint, plain_tensors
 from mtplx.models.dequantise import plain, unpack
+from mtplx.models.headers import StoredTensor
 
 WIDE = [(32, 48), (8, 64), (24, 40)]
 
@@ -28,7 +29,7 @@ WIDE = [(32, 48), (8, 64), (24, 40)]
 def read(directory, tensors, settings):
     save_file(tensors, directory / "model.safetensors")
     (directory / "config.json").write_text(json.dumps({"quantization_config": settings}))
-    with stored_tensors(Checkpoint("tiny", directory)) as found:
+    with plain_tensors(Checkpoint("tiny", directory)) as found:
         return {name: (list(part.get_shape()), part[...]) for name, part in found.items()}
 
 
@@ -46,6 +47,24 @@ def test_a_weight_is_what_its_numbers_stand_for(tmp_path, format, shape):
     assert (told, weight.dtype) == (list(shape), torch.float32)
     torch.testing.assert_close(weight, expected, rtol=1e-6, atol=1e-7)
     assert torch.equal(found["mtp.norm.weight"][1], norm)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_headers_alone_tell_of_packed_rows_what_their_scales_leave_open(bits):
+    """Where the settings name both widths; a header has no values, so not those of `_shape`."""
+    parts, expected = quantised.packed((16, 3 * quantised.GROUP), bits)
+    widths = [{"weights": {"num_bits": n, "group_size": quantised.GROUP}} for n in (8, 4)]
+    settings = {"quant_method": "compressed-tensors", "config_groups": dict(enumerate(widths))}
+    kinds = {torch.int32: "i32", torch.int64: "i64"}
+    headers = {
+        f"a.{name}": StoredTensor(
+            tuple(part.shape), kinds.get(part.dtype) or str(part.dtype)[6:], part.nbytes
+        )
+        for name, part in parts.items()
+    }
+    (weight,) = plain(headers, settings, Path("here")).values()
+    assert weight.get_shape() == list(expected.shape)
+    assert weight[...].is_meta and weight[...].shape == expected.shape
 
 
 @pytest.mark.parametrize("bits", [2, 3, 5, 6, 7])

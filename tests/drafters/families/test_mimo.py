@@ -133,7 +133,7 @@ class TestMiMo(Proof):
         found = inspect(with_code)
         assert found.problems == () and found.runs
         assert found.architecture == "MiMoForCausalLM" and found.context == 32768
-        assert (found.mtp.kind, found.mtp.layers, found.mtp.usable) == ("native", 1, True)
+        assert (found.mtp.kind, found.mtp.found, found.mtp.usable) == ("native", 1, True)
         assert found.chat_template and found.eos_token_ids == (1,)
         llm = mtplx.load(with_code, device="cpu")
         assert type(llm.trunk.model) is Qwen2ForCausalLM and llm.notes == ()
