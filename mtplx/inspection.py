@@ -220,7 +220,10 @@ def look_at(checkpoint: Checkpoint, head: str | os.PathLike[str] | None = None) 
         mtp = _native_head(layers, drafts, trunk, checkpoint, plain, own)
         notes += layers.notes
     if mtp.kind == "none":
-        notes.append("it has no MTP layers; `--head` attaches a trained head")
+        notes.append(
+            "it has no MTP layers; `--drafter ngram` and `--draft-model` draft without, and "
+            "`--head` attaches a trained head"
+        )
     if facts.quantisation:
         how = (
             " and are read as plain ones"

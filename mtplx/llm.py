@@ -20,7 +20,13 @@ from mtplx.drafters.mtp import Head
 from mtplx.drafters.pace import DEEPEST, Pace
 from mtplx.drafters.record import Record
 from mtplx.engine.decoding import Batch, Burst, Prefix
-from mtplx.engine.request import FinishReason, Request, Stats, TokenLogprobs
+from mtplx.engine.request import (
+    FinishReason,
+    Request,
+    Stats,
+    TokenLogprobs,
+    keeps_its_depth,
+)
 from mtplx.errors import MtplxError, MtplxWarning
 from mtplx.grammar import GrammarCompiler, GrammarSpec
 from mtplx.history import Constraint
@@ -71,7 +77,7 @@ class Result:
         sampling: the settings used, with the seed that was drawn if none was given.
         verifier: the rule used. With it and the seed the same text can be had again, by `coupled`
             at any depth, by the others at the same one with the same head: not with `auto`, whose
-            depths depend on what passes took.
+            depths depend on what passes took, nor a text in which the head was given up.
         stats: telemetry.
         logprobs: of each token, if they were asked for.
     """
@@ -116,8 +122,8 @@ class LLM:
     Attributes:
         head: the MTP head, if one drafts.
         drafter: what drafts: that head, or something else, alone or beside it.
-        drafts_with: the drafter's name: `mtp`, `ngram`, `mtp+ngram`, or `draft model` and its name;
-            None where nothing drafts.
+        drafts_with: the drafter's name: `mtp`, `ngram`, `mtp+ngram`, or `draft model` or
+            `assistant` and its name; None where nothing drafts.
     """
 
     def __init__(
@@ -183,10 +189,8 @@ class LLM:
     def default_depth(self, sampling: SamplerConfig, verifier: Verifier | None = None) -> Depth:
         """The depth of a request that names none: `auto`, if there is a drafter.
 
-        But what the drafter recommends where the same text is wanted again, by a seed or at
-        temperature 0, and depth could show in it: how far `auto` drafts is a matter of time. Depth
-        shows where rounding tells passes of different width apart, and by other rules than
-        `coupled`.
+        But what the drafter recommends where the same text is wanted again and depth could show in
+        it (see `keeps_its_depth`): how far `auto` drafts is a matter of time.
 
         Args:
             sampling: of the request.
@@ -194,11 +198,9 @@ class LLM:
         """
         if self.drafter is None:
             return 0
-        greedy = sampling.temperature == 0
-        alike = greedy or (verifier or default_verifier(sampling)) == "coupled"
-        wanted_again = greedy or sampling.seed is not None
-        hidden = self.trunk.deterministic and alike
-        return self.depth if wanted_again and not hidden else "auto"
+        rule = verifier or default_verifier(sampling)
+        kept = keeps_its_depth(sampling, rule, self.trunk.deterministic)
+        return self.depth if kept else "auto"
 
     def encode(self, prompt: Prompt, raw: bool = False) -> list[int]:
         """Token ids of a prompt.
@@ -543,8 +545,8 @@ def load(
         drafter: `mtp` is the head; `ngram` looks up what followed when the text last stood as it
             does, and needs no head; `mtp+ngram` is whichever does better, text by text; `auto` is
             the head, and nothing where there is none.
-        draft_model: another, smaller model to draft with instead, of the same vocabulary: as
-            `model`. It is computed in as `model` is.
+        draft_model: another, smaller model to draft with instead, of the same vocabulary, or Gemma
+            4's assistant: named as `model` is, and computed in likewise.
         dtype: of the weights; None for bfloat16 where the device computes in it, or on a CPU the
             kernels do, else float32.
         device: None for CUDA or Apple's GPU where there is one, else the CPU.
@@ -574,8 +576,7 @@ def load(
         found = find_drafter(checkpoint, trunk, attached, drafter)
     else:
         found = _draft_with(other, trunk, tokenizer, dtype, place, deterministic, quantize)
-    slow = trunk.slow_because if isinstance(trunk, DeterministicTrunk) else None
-    notes = [*found.notes, *([slow] if slow else []), *_unrounded(trunk, quantize)]
+    notes = [*found.notes, *_limits(trunk), *_unrounded(trunk, quantize)]
     return LLM(
         checkpoint.name,
         trunk,
@@ -644,6 +645,20 @@ def _trunk(
     # The layers' results are float32, and what is between them has to be as well.
     network = network.float()
     return DeterministicTrunk(network) if deterministic else Trunk(network)
+
+
+def _limits(trunk: Trunk) -> list[str]:
+    """Notes on what a trunk does worse, or cannot do, for the way in which it is computed."""
+    notes = []
+    if isinstance(trunk, DeterministicTrunk) and trunk.slow_because:
+        notes.append(f"tokens are computed one at a time, which is slow: {trunk.slow_because}")
+    if not trunk.windowed and trunk.narrowest < (trunk.config.max_position_embeddings or 0):
+        ends = f"texts end after {trunk.context:,} tokens, which is the model's sliding window"
+        if isinstance(trunk, DeterministicTrunk):
+            notes.append(f"{ends}: leave out deterministic to go on")
+        else:
+            notes.append(f"{ends}: the kernels go no further, dtype='float32' does")
+    return notes
 
 
 FEW = 0.1

@@ -303,7 +303,7 @@ class Proof:
         assert self.named == (notes == ())
         assert self.named or "config.json names no MTP layers" in notes[0]
         found = find_head(Checkpoint("tiny", directory), trunk, None)
-        assert (found.depth, found.notes) == (1, notes)
+        assert (found.depth, found.notes) == (self.layers, notes)
 
     def test_inspect_says_of_headers_what_loading_says(self, directory, loaded):
         _, head, notes = loaded

@@ -51,7 +51,7 @@ DraftModel = Annotated[
     typer.Option(
         "--draft-model",
         metavar="MODEL",
-        help="Draft with this smaller model of the same vocabulary instead.",
+        help="Draft with this smaller model of the same vocabulary, or Gemma 4's assistant.",
     ),
 ]
 

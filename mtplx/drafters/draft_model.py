@@ -100,7 +100,8 @@ class DraftModelSlots(DraftSlots):
         if logits is None:
             return None
         last = [max(len(row) - 1, 0) for row in rows]
-        return logits[torch.arange(len(rows)), torch.tensor(last)]
+        device = logits.device
+        return logits[torch.arange(len(rows), device=device), torch.tensor(last, device=device)]
 
     def _forward(
         self, tokens: Tensor, starts: list[int], with_logits: bool = True

@@ -38,8 +38,8 @@ class DraftSlots(Protocol):
             following: the token after each of the pass's tokens, [B, T]; past a row's last
                 committed pair it may hold anything.
             span: of that pass.
-            last: for each row the index in the pass of its last committed pair, or -1 if none of
-                the pass is committed.
+            last: for each row the index in the pass of its last committed pair; negative if none
+                of the pass is committed.
         """
         return
 

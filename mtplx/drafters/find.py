@@ -143,7 +143,8 @@ def find_head(checkpoint: Checkpoint, trunk: Trunk, named: Path | None) -> Found
         notes = () if named is None else made_for_another(head, checkpoint)
         return FoundHead(attach(head, trunk), head.config.depth, notes)
     native, remarks = load_native_head(checkpoint, trunk)
-    return FoundHead(native, 0 if native is None else 1, remarks)
+    # A layer was trained for each token.
+    return FoundHead(native, 0 if native is None else native.layers, remarks)
 
 
 def made_for_another(head: Eagle3Head, checkpoint: Checkpoint) -> tuple[str, ...]:

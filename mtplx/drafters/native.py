@@ -6,6 +6,7 @@ Depths beyond the number of layers come from feeding the last one its own output
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +21,7 @@ from mtplx.drafters.mtp import Head
 from mtplx.errors import MtplxError
 from mtplx.models import gguf_families, gguf_weights
 from mtplx.models.blocks import Blocks
-from mtplx.models.checkpoint import Checkpoint, plain_tensors, reported
+from mtplx.models.checkpoint import Checkpoint, plain_tensors, reported, weight_files
 from mtplx.models.dequantise import PLAIN, settings_of
 from mtplx.models.families import Family, family_of, mtp_layers, promised_layers, text_settings
 from mtplx.models.handing_over import fill
@@ -30,6 +31,9 @@ from mtplx.models.mtp import MtpLayers
 from mtplx.models.rounding import kept_in, rounded
 from mtplx.models.slots import SlotCache, Span
 from mtplx.models.trunk import Trunk, TrunkOutput
+
+TOLD = 8
+"""Tensors that an error names."""
 
 _COPIES = ("embedding", "output")
 """Parts that are copies of the trunk's, or were trained further."""
@@ -170,6 +174,7 @@ def native_layers(
         return NativeLayers("none", {}, 0)
     if not tensors:
         note = f"{where} promises {promised} MTP layer(s), but the weight files hold none"
+        note += _beside(checkpoint)
         return NativeLayers("heads missing", {}, promised, family, (f"nothing is drafted: {note}",))
     if family is None:
         unread = f"the MTP layers of a {kind} are not run yet"
@@ -183,6 +188,15 @@ def native_layers(
     note = f"{where} {named}, and the weight files hold {held}: what they hold drafts"
     status: Status = "loads unverified" if promised else "works"
     return NativeLayers(status, tensors, promised, family, (note,))
+
+
+def _beside(checkpoint: Checkpoint) -> str:
+    """What to add where a weight file may have been overlooked."""
+    if checkpoint.is_gguf or checkpoint.remote:
+        return ""
+    listed = {file.name for file in weight_files(checkpoint.path)}
+    others = sorted({file.name for file in checkpoint.path.glob("*.safetensors")} - listed)
+    return f" ({', '.join(others)} beside them is not in their index)" if others else ""
 
 
 def _unread(
@@ -258,11 +272,12 @@ def _load(
     homeless = [name for name, at in places.items() if not at]
     _require(checkpoint, "has no place for these of its tensors", homeless)
     names = {name: place for name, place in places.items() if place}
-    blocks = 1 + max(
-        (_number(ours) for _, ours in names.values() if ours.startswith("blocks.")), default=0
-    )
-    joints = 1 + max(
-        (_number(ours) for _, ours in names.values() if ours.startswith("joints.")), default=0
+    blocks, joints = (_count(checkpoint, names, kind) for kind in ("blocks", "joints"))
+    twice = Counter(ours for _, ours in names.values())
+    _require(
+        checkpoint,
+        "has these of its tensors more than once",
+        [name for name, (_, ours) in names.items() if twice[ours] > 1],
     )
     bias = any(ours.endswith(".join.bias") for _, ours in names.values())
     few = kept_in(trunk.model)
@@ -326,16 +341,26 @@ def _projection(trunk: Trunk) -> Callable[[Tensor], Tensor]:
     return project
 
 
-def _number(name: str) -> int:
-    return int(name.split(".")[1])
+def _count(checkpoint: Checkpoint, names: Mapping[str, tuple[int, str]], kind: str) -> int:
+    """How many there are of a kind of modules, by the numbers in their names."""
+    numbers = {
+        int(ours.split(".")[1]): name
+        for name, (_, ours) in names.items()
+        if ours.startswith(f"{kind}.")
+    }
+    astray = [name for number, name in numbers.items() if number >= len(numbers)]
+    _require(checkpoint, "has tensors whose numbers leave out some before them", astray)
+    return max(1, len(numbers))
 
 
 def _require(checkpoint: Checkpoint, problem: str, names: list[str]) -> None:
     """That there are no such tensors."""
     if names:
+        listed = ", ".join(sorted(names)[:TOLD])
+        more = f" and {len(names) - TOLD} more" if len(names) > TOLD else ""
         raise MtplxError(
-            f"{checkpoint.path}: its MTP layer {problem}: {', '.join(sorted(names))}; take the "
-            "checkpoint as it was published"
+            f"{checkpoint.path}: its MTP layer {problem}: {listed}{more}; take the checkpoint as "
+            "it was published"
         )
 
 

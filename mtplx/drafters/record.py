@@ -23,7 +23,7 @@ class Record:
     def __init__(self, report: Callable[[str], None] | None = None) -> None:
         """
         Args:
-            report: told once, in one line, when it is given up.
+            report: told once, in one line, when it has been given up.
         """
         self.drafts = self.kept = 0
         self.given_up = False
@@ -33,11 +33,14 @@ class Record:
         """Take in one draft, and whether its first token was kept."""
         self.drafts += 1
         self.kept += kept
-        if self.given_up or self.drafts < ENOUGH or self.kept > HOPELESS * self.drafts:
-            return
-        self.given_up = True
-        if self._report:
-            self._report(
+        if self.drafts >= ENOUGH and self.kept <= HOPELESS * self.drafts:
+            self.given_up = True
+
+    def tell(self) -> None:
+        """Say so, if there is something to say: where whoever is told may stop what is going on."""
+        report, self._report = self._report, None if self.given_up else self._report
+        if self.given_up and report:
+            report(
                 f"nothing is drafted any more: of {self.drafts} drafts, {self.kept} had a token "
                 "kept, so what drafts was not made for this model or is damaged"
             )

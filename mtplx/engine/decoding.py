@@ -21,7 +21,7 @@ from torch import Tensor
 from mtplx.drafters.drafter import Drafter, DraftSlots
 from mtplx.drafters.pace import Draftsman, Pace, Trust
 from mtplx.drafters.record import Record
-from mtplx.engine.request import FinishReason, Request, Stats, TokenLogprobs
+from mtplx.engine.request import FinishReason, Request, Stats, TokenLogprobs, keeps_its_depth
 from mtplx.errors import MtplxError
 from mtplx.history import Follower, Histories
 from mtplx.models.slots import Span
@@ -136,7 +136,10 @@ class Batch:
         if drafter is None and any(r.depth for r in requests):
             raise MtplxError("this model has no head to draft with; use depth 0")
         # No slot drafts more than its budget leaves, but all are padded to the deepest.
-        deepest = max(min(slot.request.depth, slot.budget - 1) for slot in self.slots)
+        deepest = max(
+            0 if self._given_up(slot.request) else min(slot.request.depth, slot.budget - 1)
+            for slot in self.slots
+        )
         longest = max(len(slot.request.prompt) + slot.budget for slot in self.slots)
         capacity = longest + deepest + 1
         self.cache = trunk.new_cache(capacity)
@@ -263,7 +266,10 @@ class Batch:
         """Draft, verify, commit; one step for all slots."""
         started = time.perf_counter()
         slots = self.slots
-        depths = [0 if self._given_up(slot) else slot.depth() for slot in slots]
+        # What is said of the last cycle may stop this one, which has not begun.
+        if self.record:
+            self.record.tell()
+        depths = [0 if self._given_up(slot.request) else slot.depth() for slot in slots]
         draftsman = self._draftsman(depths)
         depth = max(depths) if draftsman is None or draftsman.goes_on(0) else 0
         if depth and self.drafter:
@@ -352,14 +358,12 @@ class Batch:
             self.pace.took(len(slots), depth, ended - paced, sum(map(len, emitted)))
         return bursts
 
-    def _given_up(self, slot: Slot) -> bool:
+    def _given_up(self, request: Request) -> bool:
         """Whether it is not to be drafted for any more, because nothing comes of it."""
         if self.record is None or not self.record.given_up:
             return False
-        request = slot.request
-        # A text that is wanted again, by a rule that depth shows in, is drafted for all the same.
-        again = request.sampling.seed is not None and request.verifier != "coupled"
-        return request.adaptive or not again
+        kept = keeps_its_depth(request.sampling, request.verifier, self.trunk.deterministic)
+        return request.adaptive or not kept
 
     def _draftsman(self, depths: Sequence[int]) -> Draftsman | None:
         """Who decides how far this cycle's draft goes; None where all depths are fixed."""

@@ -12,6 +12,23 @@ from mtplx.sampling import SamplerConfig, Verifier
 FinishReason = Literal["stop", "length"]
 
 
+def keeps_its_depth(sampling: SamplerConfig, verifier: Verifier, deterministic: bool) -> bool:
+    """Whether the same text is wanted again, by a seed or at temperature 0, and depth could show.
+
+    Depth shows where rounding tells passes of different width apart, and by other rules than
+    `coupled`.
+
+    Args:
+        sampling: of the request.
+        verifier: of the request.
+        deterministic: whether the trunk is.
+    """
+    greedy = sampling.temperature == 0
+    wanted_again = greedy or sampling.seed is not None
+    hidden = deterministic and (greedy or verifier == "coupled")
+    return wanted_again and not hidden
+
+
 @dataclass(frozen=True)
 class Request:
     """One sequence to continue.

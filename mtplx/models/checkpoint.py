@@ -353,11 +353,18 @@ def weight_files(directory: Path) -> list[Path]:
     if not index:
         return sorted(directory.glob("*.safetensors"))
     try:
-        return [directory / file for file in sorted(set(index["weight_map"].values()))]
+        files = [directory / file for file in sorted(set(index["weight_map"].values()))]
     except (KeyError, AttributeError, TypeError) as error:
         raise MtplxError(
             f"{directory / _INDEX}: lists no weight files: download it again"
         ) from error
+    for file in files:
+        if file.is_dir() or ".." in file.relative_to(directory).parts:
+            raise MtplxError(
+                f"{directory / _INDEX}: lists {file.relative_to(directory)}, which is no weight "
+                "file: download it again"
+            )
+    return files
 
 
 @contextmanager
@@ -390,11 +397,30 @@ def is_dequantised(checkpoint: Checkpoint, tensors: Mapping[str, Any] | None = N
     if tensors is None:
         with _slices(checkpoint) as found:
             return is_dequantised(checkpoint, found)
-    return dequantise.is_read(_quantisation(checkpoint), tensors.values())
+    settings = _quantisation(checkpoint)
+    if dequantise.is_read(settings, tensors.values()):
+        return True
+    if not settings:
+        _require_weights(checkpoint, tensors)
+    return False
+
+
+def _require_weights(checkpoint: Checkpoint, tensors: Mapping[str, Any]) -> None:
+    """Raises `MtplxError` for weights that are whole numbers, where no config says what of."""
+    for name, tensor in tensors.items():
+        kind = tensor.get_dtype()
+        if name.endswith(".weight") and kind not in dequantise.PLAIN:
+            raise MtplxError(
+                f"{checkpoint.path}: {name} is of type {kind}, and config.json names no format "
+                "that it is quantised in: take the config that belongs to these weights"
+            )
 
 
 def _quantisation(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    return dequantise.settings_of(_read_json(checkpoint.path / "config.json"))
+    settings = dequantise.settings_of(_read_json(checkpoint.path / "config.json"))
+    if not isinstance(settings, Mapping):
+        raise MtplxError(f"{checkpoint.path}: config.json: quantization_config is no JSON object")
+    return settings
 
 
 @contextmanager
@@ -448,6 +474,11 @@ def load_config(checkpoint: Checkpoint) -> PreTrainedConfig:
         if checkpoint.is_gguf:
             return gguf_families.load_config(checkpoint.gguf_file)
         declared = _read_json(checkpoint.path / "config.json")
+        if not declared.get("text_config", True):
+            raise MtplxError(
+                f"{checkpoint.name}: config.json: text_config is empty, so that nothing is known "
+                "of its language model: download the config again"
+            )
         model_type = declared.get("model_type")
         if namesake := _NAMESAKES.get(str(model_type)):
             # What names a class is left out: it would be another one.
@@ -695,6 +726,11 @@ def generation_defaults(checkpoint: Checkpoint) -> GenerationDefaults:
     if eos is None and not checkpoint.remote:
         eos = load_tokenizer(checkpoint).eos_token_id
     eos_token_ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
+    for token in eos_token_ids:
+        if not isinstance(token, int) or isinstance(token, bool):
+            raise MtplxError(
+                f"{checkpoint.path}: eos_token_id holds {token!r}, which is no token id"
+            )
 
     sampling = {
         ours: generation[theirs]
@@ -728,6 +764,7 @@ def reported(checkpoint: Checkpoint) -> Iterator[None]:
         RuntimeError,
         ArithmeticError,
         TypeError,
+        AttributeError,
         StrictDataclassError,
     ) as error:
         raise MtplxError(

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from mtplx.errors import MtplxError
+
 Settings = Callable[[Any, int], Mapping[str, Any]]
 """(the trunk's config, how many decoder layers) -> what the config of the head's layers has
 instead."""
@@ -383,9 +385,22 @@ def text_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def promised_layers(config: Mapping[str, Any]) -> int:
-    """How many MTP layers a config.json promises; what it leaves out counts as none."""
+    """How many MTP layers a config.json promises; what it leaves out counts as none.
+
+    Raises:
+        MtplxError: what it says is no number of layers.
+    """
     text = text_settings(config)
-    return next((int(text[key]) for key in _PROMISES if text.get(key)), 0)
+    key = next((key for key in _PROMISES if text.get(key)), None)
+    if key is None:
+        return 0
+    count = text[key]
+    if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+        raise MtplxError(
+            f"config.json: {key} is {count!r}, which is no number of layers; take the config as it "
+            "was published"
+        )
+    return count
 
 
 # Anchored, so that the layers of a vision tower are not taken for more of the trunk's.

@@ -93,7 +93,8 @@ class Span:
 
     @property
     def _queries(self) -> Tensor:
-        return self.positions[:, None, :, None]
+        # What would stand before the text is nobody's; that it sees something keeps it a number.
+        return self.positions.clamp_min(0)[:, None, :, None]
 
     @property
     def _keys(self) -> Tensor:
