@@ -217,8 +217,8 @@ def q_from_raw_logits(right, slots, *args):
     raw = []
     logits = slots.head.logits
 
-    def recorded(hidden):
-        raw.append(logits(hidden))
+    def recorded(*of):
+        raw.append(logits(*of))
         return raw[-1]
 
     with pytest.MonkeyPatch.context() as inner:

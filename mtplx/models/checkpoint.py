@@ -285,7 +285,11 @@ def from_hub(repository: str) -> Iterator[None]:
         NotASafetensorsRepoError,
         RepositoryNotFoundError,
     )
+    from huggingface_hub.utils import logging
 
+    # What it tries once more is no news; what came of it is said below.
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity(logging.ERROR)
     try:
         yield
     except GatedRepoError as error:
@@ -309,6 +313,8 @@ def from_hub(repository: str) -> Iterator[None]:
             f"{repository}: no such directory here, and it cannot be had from the hub "
             f"({_in_one_line(error)}): check the connection, or give a local path"
         ) from error
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 def _check_directory(path: Path) -> None:
@@ -681,9 +687,15 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
     with reported(checkpoint):
         if checkpoint.is_gguf:
             return gguf_tokenizer.load_tokenizer(checkpoint.gguf_file)
-        return AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             checkpoint.path, local_files_only=True, trust_remote_code=False
         )
+    # Where there are no files, some classes make one that knows its special tokens alone.
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):
+        raise MtplxError(
+            f"{checkpoint.path}: no tokenizer files there: take those that belong to the model"
+        )
+    return tokenizer
 
 
 _SAMPLING = {

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 import mtplx
 from mtplx.errors import MtplxError
-from mtplx.models.checkpoint import Checkpoint, generation_defaults, locate
+from mtplx.models.checkpoint import Checkpoint, generation_defaults, load_tokenizer, locate
 
 LAYER = f"model.layers.{tiny_native.TRUNK_LAYERS}."
 
@@ -138,3 +138,13 @@ def test_a_window_that_ends_texts_is_noted(tmp_path):
     assert llm.trunk.context == 20
     assert any("20 tokens, which is the model's sliding window: leave" in n for n in llm.notes)
     assert not mtplx.load(tmp_path, dtype="float32").notes
+
+
+def test_a_directory_without_a_tokenizer(tmp_path):
+    """Of some types transformers makes one that knows no token."""
+    from families.test_qwen import TestQwen35
+
+    proof = TestQwen35()
+    write_checkpoint(tmp_path, proof.config, proof.tensors())
+    with pytest.raises(MtplxError, match="no tokenizer files there"):
+        load_tokenizer(Checkpoint("tiny", tmp_path))
