@@ -289,7 +289,7 @@ def from_hub(repository: str) -> Iterator[None]:
 
     # What it tries once more is no news; what came of it is said below.
     verbosity = logging.get_verbosity()
-    logging.set_verbosity(logging.ERROR)
+    logging.set_verbosity(40)  # errors alone
     try:
         yield
     except GatedRepoError as error:
