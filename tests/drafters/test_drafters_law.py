@@ -53,7 +53,13 @@ def measure(name, setting, depth, verifier, runs, length):
 NAMES = ("ngram", "mtp+ngram", "draft model")
 
 
-@pytest.mark.parametrize("setting", test_law.SETTINGS)
+@pytest.mark.parametrize(
+    "setting",
+    [
+        name if name == "hot" else pytest.param(name, marks=pytest.mark.slow)
+        for name in test_law.SETTINGS
+    ],
+)
 @pytest.mark.parametrize("verifier", test_law.VERIFIERS)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_joint_distribution_is_the_targets(name, verifier, setting):

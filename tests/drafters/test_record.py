@@ -81,6 +81,7 @@ AGAIN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("sampling, verifier", AGAIN.values(), ids=AGAIN)
 def test_a_text_that_is_wanted_again_comes_again(
@@ -98,6 +99,7 @@ def test_a_text_that_is_wanted_again_comes_again(
     assert after.stats.drafted_by_position == before.stats.drafted_by_position
 
 
+@pytest.mark.slow
 def test_a_warning_that_is_an_error_leaves_no_cycle_half_done(llm, monkeypatch):
     die(llm, monkeypatch)
     requests = [llm._request(PROMPT, 300, 2, ONCE, None, False, (), None, None, i) for i in (0, 1)]
@@ -125,6 +127,7 @@ def test_a_living_head_is_kept():
     assert len(said) == 1
 
 
+@pytest.mark.slow
 def test_lookups_are_not_given_up(directories):
     llm = mtplx.load(directories[0], drafter="ngram", dtype="float32")
     with warnings.catch_warnings():
