@@ -7,13 +7,12 @@ drafts other logits.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from family_proof import write_checkpoint
 from torch import Tensor
 
 VOCAB = 24
@@ -130,23 +129,7 @@ def write(
     tensors = _tensors(settings, mtp_layers)
     if change:
         change(tensors)
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(settings))
-    if not sharded:
-        save_file(tensors, directory / "model.safetensors", {"format": "pt"})
-        return directory
-    names = sorted(tensors)
-    # The cut falls inside the MTP layer: it need not lie in one file.
-    cut = len(names) - 20
-    weight_map = {}
-    for i, part in enumerate((names[:cut], names[cut:]), 1):
-        file = f"model-{i:05}-of-00002.safetensors"
-        save_file({name: tensors[name] for name in part}, directory / file, {"format": "pt"})
-        weight_map |= dict.fromkeys(part, file)
-    size = sum(tensor.nbytes for tensor in tensors.values())
-    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-    return directory
+    return write_checkpoint(directory, settings, tensors, sharded)
 
 
 def _tensors(config: dict[str, Any], mtp_layers: int) -> dict[str, Tensor]:

@@ -90,16 +90,6 @@ class HeadSlots(DraftSlots):
     def refill(
         self, output: TrunkOutput, following: Tensor, span: Span, last: Sequence[int]
     ) -> None:
-        """Take in a trunk pass whose tokens are now known to be committed.
-
-        Args:
-            output: of the trunk's pass at `span`.
-            following: the token after each of the pass's tokens, [B, T]; past a row's last
-                committed pair it may hold anything.
-            span: of that pass.
-            last: for each row the index in the pass of its last committed pair, negative if none
-                of the pass is committed.
-        """
         self.catch_up()
         self._read(output, following, span, last)
 
@@ -159,16 +149,7 @@ class HeadSlots(DraftSlots):
         return picked
 
     def postpone(self, output: TrunkOutput, following: Tensor, span: Span) -> None:
-        """Take in a pass of one committed token a row, but not before it is needed.
-
-        While nothing is drafted nobody asks for the head's state, and one step over many positions
-        takes little longer than over one.
-
-        Args:
-            output: of the trunk's pass at `span`.
-            following: the token after the one that was read, [B, 1].
-            span: of that pass.
-        """
+        # One step over many positions takes little longer than over one.
         if len(self._postponed) == POSTPONED:
             self.catch_up()
         kept = TrunkOutput(output.hidden, output.aux, None)
@@ -199,17 +180,6 @@ class HeadSlots(DraftSlots):
         histories: Histories,
         draftsman: Draftsman | None = None,
     ) -> Draft:
-        """Draft `depth` tokens for every row, each from the distribution its sampler makes.
-
-        Args:
-            depth: 1 or more.
-            lengths: committed pairs of each row; the first drafted token takes the position
-                after the next one.
-            noise: of this cycle.
-            shaper: the requests' samplers.
-            histories: of their texts, with the token that waits for the trunk.
-            draftsman: may end the draft behind any of its tokens; None goes on.
-        """
         self.catch_up()
         assert self._newest, "refill before drafting"
         ids, layers = self.head.draft_ids, self.head.layers
